@@ -41,20 +41,6 @@ def write_small_data():
     np.savez(SMALL_DATA, **arrays)
 
 
-def make_folder(folder, train, test, classes=10):
-    """Writes random images to `folder` in the layout of CIFAR-10. Returns `folder`."""
-    import datasets  # here, because it takes a second in every test process
-
-    label = datasets.ClassLabel(names=[f"c{i}" for i in range(classes)])
-    features = datasets.Features(img=datasets.Image(), label=label)
-    for place, (split, count) in enumerate((("train", train), ("test", test))):
-        images = [noise(1000 * place + i) for i in range(count)]
-        rows = {"img": images, "label": [i % classes for i in range(count)]}
-        made = datasets.Dataset.from_dict(rows, features=features)
-        made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
-    return folder
-
-
 class Loader(list):
     """Batches with the data set that they are from."""
 

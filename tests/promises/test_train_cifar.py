@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from harness.data import SHARED_DATA, make_folder
+from harness.data import SHARED_DATA, make_photos
 from harness.launches import CIFAR, SMALL, Started, metrics, results, run
 from PIL import Image
 from safetensors.torch import load_file
@@ -75,15 +75,13 @@ def test_validation_data_chooses_and_the_test_split_is_shown_once(tmp_path):
 
 
 def test_data_with_a_validation_split_and_no_test_split_trains_and_is_evaluated(tmp_path):
-    (tmp_path / "data").mkdir()
-    made = make_folder(tmp_path / "data", train=120, test=100)
-    (made / "test-00000-of-00001.parquet").rename(made / "validation-00000-of-00001.parquet")
-    words = f"--dataset {made} --model net --batch_size 40 --max_train_steps 2"
+    made = make_photos(tmp_path / "data")
+    words = f"--dataset {made} --model net --batch_size 12 --max_train_steps 2"
     run(None, CIFAR, words, output_dir=tmp_path / "run")
     assert results(tmp_path / "run").keys() >= {"val_accuracy", "val_loss"}
     assert "test_accuracy" not in results(tmp_path / "run")
     done = run(None, "scripts/evaluate.py", [str(tmp_path / "run")])
-    assert "of 100 val images correct" in done.stdout
+    assert "of 24 val images correct" in done.stdout
 
 
 @pytest.mark.slow

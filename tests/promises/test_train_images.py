@@ -37,15 +37,6 @@ def reference_run(made_once, photo_folder):
     return run_once(made_once, "images_reference", None, IMAGES, f"{arguments} --num_workers 1")
 
 
-@pytest.fixture
-def broken(tmp_path):
-    """Photos of which two for training and one for validation cannot be read."""
-    folder = make_photos(tmp_path / "photos", 4)
-    for name in ("train/cat/1.jpg", "train/cat/2.jpg", "val/yak/3.jpg"):
-        (folder / name).write_bytes(b"no image")
-    return folder
-
-
 def test_evaluations_take_some_images_always_the_same_and_the_last_one_all(reference_run):
     whole, lines = results(reference_run.folder), metrics(reference_run.folder, "val")
     assert "evaluations: 10 of 24 held-out samples, always the same" in reference_run.stdout
@@ -196,16 +187,20 @@ def test_killed_mid_accumulation_with_workers_ends_with_the_same_bytes(
         assert metrics(folder, split) == metrics(reference_run.folder, split)
 
 
-def test_a_bad_image_in_a_run(broken, tmp_path):
-    arguments, folder = f"--dataset {broken} {TINY} --epochs 1 --num_workers 1", tmp_path / "run"
+def test_a_bad_image_in_a_run(tmp_path):
+    photos, folder = make_photos(tmp_path / "photos", 4), tmp_path / "run"
+    broken = [photos / name for name in ("train/cat/1.jpg", "train/cat/2.jpg", "val/yak/3.jpg")]
+    for path in broken:
+        path.write_bytes(b"no image")
+    arguments = f"--dataset {photos} {TINY} --epochs 1 --num_workers 1"
     done = run(None, IMAGES, arguments, output_dir=folder, check=False)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(lines) <= 2, done.stderr
     assert lines[0].startswith("error: cannot read ") and "it is not an image" in lines[0]
     # Continues, or starts again.
     done = run(None, IMAGES, f"{arguments} --on_bad_image skip", output_dir=folder)
-    for name in ("train/cat/1.jpg", "train/cat/2.jpg", "val/yak/3.jpg"):
-        assert f"left out: cannot read {broken / name}: it is not an image" in done.stderr
+    for path in broken:
+        assert f"left out: cannot read {path}: it is not an image" in done.stderr
     found = results(folder)
     assert found["val_images"] == 11
     assert found["val_accuracy"] * 11 == pytest.approx(round(found["val_accuracy"] * 11))

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from utils import evaluation
+from utils.ema import MovingAverage
 from utils.images import scores as image_scores
 from utils.run.failures import UserError
 
@@ -126,12 +127,17 @@ def test_moments_of_parts_add_up_to_a_mean_over_tokens_and_its_error(samples, pl
 class Pixels(torch.nn.Module):
     """Takes the logits from the image: exactly, as they are multiples of 1/255."""
 
+    def __init__(self, sign=1):
+        super().__init__()
+        self.sign, self.norm, self.passes = sign, torch.nn.BatchNorm2d(3), []
+
     def forward(self, x):
-        return 8 * x.flatten(1)
+        self.passes.append(self.training or self.norm.training)
+        return 8 * self.sign * x.flatten(1)
 
 
 class Batches:
-    """Samples of train_cifar.py that are loaded as batches already."""
+    """A split whose samples are loaded as batches already."""
 
     def __init__(self, samples):
         self.samples = samples
@@ -143,41 +149,64 @@ class Batches:
         return len(self.samples)
 
 
-def batches_of(images, labels, cuts):
-    """All samples in batches that end at `cuts`."""
+def alone(dropped=0):
+    """One process, which may lose samples of each batch."""
+
+    def gather_for_metrics(values):
+        return tuple(value[dropped:] for value in values)
+
+    return accelerator(autocast=contextlib.nullcontext, gather_for_metrics=gather_for_metrics)
+
+
+def batches_of(labels, seed, cuts=()):
+    """Images with these labels in batches that end at `cuts`, and their logits."""
+    order = np.tile(np.arange(12), (len(labels), 1))
+    images = torch.from_numpy(20 * np.random.default_rng(seed).permuted(order, axis=1))
+    images = images.to(torch.uint8).view(-1, 3, 2, 2)
     ends, batches = [0, *sorted(cuts), len(labels)], []
-    for start, end in itertools.pairwise(ends):
-        ids = torch.arange(start, end)
+    for ids in itertools.starmap(torch.arange, itertools.pairwise(ends)):
         batches.append({"images": images[ids], "labels": labels[ids], "ids": ids})
-    return Loader(batches, labels)
+    return Loader(batches, labels), 8 * (images.flatten(1).numpy() / 255)
 
 
+@pytest.mark.parametrize("name", ["train_images", "train_cifar", "train_model_parallel"])
 @settings(max_examples=20)
 @given(LABELS, SEEDS, st.sets(st.integers(1, 30), max_size=4))
-def test_what_scripts_report_does_not_depend_on_batches(labels, seed, cuts):
-    """Also with classes that no image has, and images that cannot be read."""
+def test_what_scripts_report_does_not_depend_on_batches(name, labels, seed, cuts):
+    """Also with classes that no image has; and of train_images.py, images that cannot be read."""
     assume(max(labels) >= 0)
-    cuts, labels = {cut for cut in cuts if cut < len(labels)}, torch.tensor(labels)
-    generator = np.random.default_rng(seed)
-    images = torch.from_numpy(generator.permuted(np.tile(np.arange(12), (len(labels), 1)), axis=1))
-    images = (20 * images).to(torch.uint8).view(-1, 3, 2, 2)
-    logits, alone = 8 * (images.flatten(1).numpy() / 255), accelerator()
-    alone.autocast, alone.gather_for_metrics = contextlib.nullcontext, lambda values: values
-    known = labels.clamp(min=0)  # train_cifar.py refuses images that cannot be read
-    images_script, cifar = load_script("train_images"), load_script("train_cifar")
-    loader = batches_of(images, labels, cuts)
-    of_images = images_script.evaluate(alone, Pixels(), None, loader, iter, *COLORS)
-    loader, split = batches_of(images, known, cuts), Batches(known)
-    of_cifar = cifar.evaluate(alone, Pixels(), split, loader, iter, *COLORS, size=2)
-    for found, true in ((of_images, labels), (of_cifar, known)):
-        (found, samples), expected = found, plain_metrics(logits, true.numpy())
-        assert found == near({name: expected[name] for name in found})
-        assert samples["labels"].equal(true)
+    labels, cuts = torch.tensor(labels), {cut for cut in cuts if cut < len(labels)}
+    labels = labels if name == "train_images" else labels.clamp(min=0)
+    loader, logits = batches_of(labels, seed, cuts)
+    model, evaluate = Pixels(), load_script(name).evaluate
+    inputs = (model, None if name == "train_images" else Batches(labels), loader, iter, *COLORS)
+    more = {"size": 2} if name == "train_cifar" else {}
+    found, expected = evaluate(alone(), *inputs, **more), plain_metrics(logits, labels.numpy())
+    assert model.passes == [False] * len(loader) and model.training and model.norm.training
+    if name != "train_model_parallel":
+        found, samples = found
+        losses = np.where(labels >= 0, plain_losses(logits, labels.numpy()), 0)
+        assert samples["losses"].numpy() == near(losses) and samples["labels"].equal(labels)
         assert samples["predictions"].tolist() == logits.argmax(1).tolist()
-        losses = np.where(true >= 0, plain_losses(logits, true.numpy()), 0)
-        assert samples["losses"].numpy() == near(losses)
-    assert of_images[0].keys() == plain_metrics(logits, labels.numpy()).keys()
-    assert of_cifar[0].keys() == {"loss", "accuracy"}
+    metrics = expected.keys() if name == "train_images" else {"loss", "accuracy"}
+    assert found == near({metric: expected[metric] for metric in metrics})
+    if name == "train_cifar":
+        evaluate(alone(), *inputs, tta=True, size=2)
+        assert len(model.passes) == (1 + 6) * len(loader)  # six views of each image
+    left = len(labels) - len(loader)
+    with pytest.raises(RuntimeError, match=f"evaluated {left} of {len(labels)}"):
+        evaluate(alone(dropped=1), *inputs, **more)
+
+
+def test_an_evaluation_is_of_the_averaged_weights(monkeypatch):
+    script, model, sent = load_script("train_images"), Pixels(), []
+    ema = MovingAverage(Pixels(sign=-1), None)
+    monkeypatch.setattr("utils.ema.broadcast", sent.append)
+    loader, logits = batches_of(torch.arange(6), seed=0)
+    _, samples = script.evaluate(alone(), model, ema, loader, iter, *COLORS)
+    assert samples["predictions"].tolist() == logits.argmin(1).tolist()
+    assert model.training and not model.passes and not ema.module.training
+    assert all(one is other for one, other in zip(sent, ema.module.buffers(), strict=True))
 
 
 @settings(max_examples=20)

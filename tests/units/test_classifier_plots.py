@@ -37,10 +37,8 @@ def test_an_image_stands_below_its_class_and_few_leave_little_white(
     labels = torch.zeros(count).long()
     predictions = labels.clone()
     predictions[-1] = 2
-    path = tmp_path / "a.png"
-    assert (
-        classifier_plots.image_grid(path, images, labels, predictions, CLASSES, "A title") is True
-    )
+    shown = (images, labels, predictions, CLASSES, "A title")
+    assert classifier_plots.image_grid(tmp_path / "a.png", *shown) is True
     figure, rows = figures["a.png"], -(-count // columns)
     (shown,) = figure.axes[0].images
     assert shown.get_size() == (rows * 14, columns * 23)
@@ -67,13 +65,9 @@ def test_a_confusion_matrix_has_the_share_of_each_true_class(tmp_path, figures):
     expected = [[99.9, 0.1, 0], [75, 25, 0], [0, 0, 0]]
     torch.testing.assert_close(torch.tensor(shown.get_array()), torch.tensor(expected))
     assert shown.get_clim() == (0, 100)
-    cells = [(*text.get_position(), text.get_text(), text.get_color()) for text in axis.texts]
-    assert cells == [
-        (0, 0, "99.9", "white"),
-        (1, 0, "0.1", "black"),
-        (0, 1, "75.0", "white"),
-        (1, 1, "25.0", "black"),
-    ]
+    assert [text.get_position() for text in axis.texts] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    percentages = [("99.9", "white"), ("0.1", "black"), ("75.0", "white"), ("25.0", "black")]
+    assert texts(figures["b.png"]) == percentages
     for ticks in (axis.get_xticklabels(), axis.get_yticklabels()):
         assert [tick.get_text() for tick in ticks] == ["cat", r"\$dog", "none"]
     assert axis.get_xticklabels()[0].get_rotation() == 45

@@ -117,16 +117,6 @@ def test_damaged_exif_data_hides_no_image(exif):
         assert shown[0].tolist() == np.asarray(SHOWN).tolist()
 
 
-@pytest.mark.parametrize("value", [0, 9, 65535])
-def test_an_orientation_that_is_none_turns_nothing(value):
-    image = noise(0, (4, 3))
-    exif = image.getexif()
-    exif[decoding.ORIENTATION] = value
-    read = Encoded(encoded(image, exif=exif.tobytes()))
-    assert (read.width, read.height) == image.size
-    assert np.array_equal(read.pixels().permute(1, 2, 0).numpy(), np.asarray(image))
-
-
 def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
     images = [noise(i, (5 + i, 4)) for i in range(3)]
     listed = ["ä 0.png", "b/1.png", "2.png"]

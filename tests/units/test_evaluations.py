@@ -1,9 +1,5 @@
-"""How scripts evaluate: the mode of the model, averaged weights, views, and that nothing is missed.
+"""Views of images, sizes, bytes and samples of text; that scores are exact is in tests/properties."""
 
-That scores are exact is in tests/properties/test_score_properties.py.
-"""
-
-import contextlib
 import math
 from types import SimpleNamespace
 
@@ -14,88 +10,8 @@ from harness.fakes import accelerator
 from harness.launches import load_script
 from torch import nn
 
-from utils.ema import MovingAverage
 from utils.language.text import Windows
 from utils.run.failures import UserError
-
-ZERO, ONE = torch.zeros(3), torch.full((3,), 100.0)
-LABELS, CHANNELS = [0, 1, 2, 0, 1, 2], [0, 1, 2, 1, 1, 0]  # four of six are right
-RIGHT, WRONG = -math.log(math.exp(6) / (math.exp(6) + 2)), -math.log(1 / (math.exp(6) + 2))
-LOSS = (4 * RIGHT + 2 * WRONG) / 6
-
-
-def alone(samples, **facts):
-    """One process, whose last batch was filled up with repeats; it may go over the samples again."""
-    left = samples
-
-    def gather_for_metrics(values):
-        nonlocal left
-        count = min(left, len(values[0]))
-        left = left - count or samples
-        return tuple(value[:count] for value in values)
-
-    more = dict(autocast=contextlib.nullcontext, gather_for_metrics=gather_for_metrics)
-    return accelerator(**more, **facts)
-
-
-class Brightest(nn.Module):
-    """Logits: the mean of each channel, three times. Notes the modes that it is in."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(3, affine=True)
-        self.passes = []
-
-    def forward(self, x):
-        self.passes.append((self.training, self.norm.training))
-        return 3 * x.mean((2, 3))
-
-
-class Whole:
-    """A split whose loader yields the batches instead of ids."""
-
-    def batch(self, batch):
-        return batch
-
-    def __len__(self):
-        return len(LABELS)
-
-
-def batches_of(size=4, batch=4):
-    """Images whose channel `CHANNELS[i]` is bright, in batches; the last one is filled up."""
-    images = torch.zeros(len(LABELS), 3, size, size, dtype=torch.uint8)
-    for image, channel in zip(images, CHANNELS, strict=True):
-        image[channel] = 200
-    found = []
-    for start in range(0, len(LABELS), batch):
-        ids = torch.arange(start, start + batch) % len(LABELS)
-        found.append({"images": images[ids], "labels": torch.tensor(LABELS)[ids], "ids": ids})
-    return Loader(found, LABELS)
-
-
-@pytest.mark.parametrize("script", ["train_cifar", "train_model_parallel", "train_images"])
-def test_an_evaluation_is_exact_and_leaves_the_model_in_training_mode(script):
-    evaluate, model = load_script(script).evaluate, Brightest().train()
-    split = None if script == "train_images" else Whole()
-    more = {"size": 4} if script == "train_cifar" else {}
-    metrics = evaluate(alone(6), model, split, batches_of(), iter, ZERO, ONE, **more)
-    metrics = metrics[0] if isinstance(metrics, tuple) else metrics
-    assert metrics["accuracy"] == pytest.approx(4 / 6) and metrics["loss"] == pytest.approx(LOSS)
-    assert model.passes == [(False, False)] * 2 and model.training and model.norm.training
-    with pytest.raises(RuntimeError, match="evaluated 5 of 6"):  # a sample is missing
-        evaluate(alone(5), model, split, batches_of(), iter, ZERO, ONE)
-
-
-def test_an_evaluation_is_of_the_averaged_weights(monkeypatch):
-    script, model, average = load_script("train_images"), Brightest().train(), Brightest()
-    average.forward = lambda x: 3 * x.mean((2, 3)).roll(1, 1)  # always wrong
-    ema, sent = MovingAverage(average, None), []
-    ema.module = average
-    monkeypatch.setattr("utils.ema.broadcast", sent.append)
-    metrics, samples = script.evaluate(alone(6), model, ema, batches_of(), iter, ZERO, ONE)
-    assert metrics["accuracy"] == 0 and samples["losses"].shape == (6,)
-    assert model.training and not model.passes and not average.training
-    assert all(one is other for one, other in zip(sent, average.buffers(), strict=True))
 
 
 def test_views_are_weighted_and_mirrored():
@@ -115,9 +31,6 @@ def test_views_are_weighted_and_mirrored():
     weights = (0.25, 0.25, 0.125, 0.125, 0.125, 0.125)
     expected = sum(w * view.flatten(1)[:, :5] for w, view in zip(weights, views, strict=True))
     assert torch.equal(outputs, expected)
-    brightest, batches = Brightest(), batches_of(size=32)
-    script.evaluate(alone(6), brightest, Whole(), batches, iter, ZERO, ONE, tta=True)
-    assert len(brightest.passes) == 2 * 6
 
 
 def test_the_image_size_grows():
@@ -149,7 +62,8 @@ def test_every_held_out_byte_counts_once():
     last = {"inputs": torch.tensor([[254, 255, 6, 0]])}
     last["targets"] = torch.tensor([[255, 0, 9, -100]])  # the last window is short
     loader, model = Loader([first, last], text), Bytes().train()
-    metrics = script.evaluate(alone(2), model, loader, iter)
+    alone = accelerator(gather_for_metrics=lambda values: values)
+    metrics = script.evaluate(alone, model, loader, iter)
     right, wrong = -math.log(math.exp(4) / (math.exp(4) + 255)), math.log(math.exp(4) + 255)
     assert metrics["loss"] == pytest.approx((6 * right + wrong) / 7, rel=1e-6)
     assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
@@ -157,7 +71,7 @@ def test_every_held_out_byte_counts_once():
     assert model.passes == [False, False] and model.training
     loader.dataset = Windows(torch.arange(9, dtype=torch.uint8), 4)
     with pytest.raises(RuntimeError, match="evaluated 7 of 8 held-out bytes"):
-        script.evaluate(alone(2), model, loader, iter)
+        script.evaluate(alone, model, loader, iter)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -57,6 +57,8 @@ def test_splits_and_gray_images_of_a_file(tmp_path):
         assert np.array_equal(channel, gray["test_images"])
     without = {key: value for key, value in arrays().items() if "train" in key}
     assert list(load_arrays(write(tmp_path / "train.npz", without)).splits) == ["train", "val"]
+    own["test_images"][7, 5, 5, 1] ^= 1  # another data set
+    assert load_arrays(write(tmp_path / "a.npz", own, names=None)).description != data.description
 
 
 @pytest.mark.parametrize(
@@ -80,14 +82,6 @@ def test_arrays_that_do_not_fit_are_refused(made, says, tmp_path):
     refused(says, write(tmp_path / "a.npz", given))
 
 
-def test_changed_pixels_are_another_data_set(tmp_path):
-    before = load_arrays(write(tmp_path / "a.npz", arrays())).description
-    assert load_arrays(write(tmp_path / "moved.npz", arrays())).description == before
-    changed = arrays()
-    changed["test_images"][7, 5, 5, 1] ^= 1
-    assert load_arrays(write(tmp_path / "b.npz", changed)).description != before
-
-
 def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
     """By name where the file has names: their order may differ."""
     name = write(tmp_path / "a.npz", arrays(), ["yak", "cat", "dog"])
@@ -97,16 +91,6 @@ def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
     assert find_to_evaluate(numbers, NAMES).splits["test"].labels.tolist() == [0, 1, 2] * 4
     with pytest.raises(UserError, match=r"class 'yak' of its train split .* those of the model"):
         find_to_evaluate(name, ["cat", "dog"])
-
-
-class Bomb:
-    """Executes code when it is loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
 
 
 def test_damaged_files_are_refused_and_nothing_in_a_file_is_executed(tmp_path):
@@ -122,11 +106,9 @@ def test_damaged_files_are_refused_and_nothing_in_a_file_is_executed(tmp_path):
             find_images(str(path))
         except UserError as error:
             assert "\n" not in str(error)
-    bomb = np.array([Bomb(tmp_path / "executed")] * 30, dtype=object)
     for name in ("train_labels", "class_names"):
-        np.savez(path, **arrays() | {name: bomb})
+        np.savez(path, **arrays() | {name: np.array([object()] * 30)})  # a pickle
         refused("cannot be read: Object arrays cannot be loaded", path)
-    assert not (tmp_path / "executed").exists()
 
 
 def test_synthetic_images_depend_on_the_seed_only_and_are_all_different():

@@ -17,7 +17,7 @@ from utils.run.failures import UserError
 from utils.run.plan import Plan
 
 script = load_script("train_images")
-HUNDRED_STEPS = SimpleNamespace(steps_per_epoch=10, total_steps=100)
+PLAN = Plan(total_steps=100, steps_per_epoch=10)
 
 
 @pytest.fixture
@@ -31,18 +31,12 @@ def parse(monkeypatch):
     return parsed
 
 
-@pytest.mark.parametrize(
-    ("words", "path"),
-    [("--weights runs/a", "runs/a"), ("--weights a.pth", "a.pth")]
-    + [("--weights DEFAULT", None), ("--weights here", "here")],
-)
-def test_weights_that_are_gone_have_the_same_path_as_before(
-    words, path, parse, tmp_path, monkeypatch
-):
+def test_weights_that_are_gone_have_the_same_path_as_before(parse, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    expected = str(tmp_path / path) if path else "DEFAULT"
-    assert parse(f"--dataset a {words}").weights == expected
+    for path in ("runs/a", "a.pth", "here"):
+        assert parse(f"--dataset a --weights {path}").weights == str(tmp_path / path)
+    assert parse("--dataset a --weights DEFAULT").weights == "DEFAULT"
 
 
 @pytest.mark.parametrize("preset", ["scratch", "finetune", "small", "torchvision"])
@@ -98,14 +92,9 @@ def test_weight_decay_and_learning_rates_of_the_groups(optimizer):
         for name, p in model.named_parameters()
         if id(p) in groups
     }
-    assert found == {
-        "pos_embedding": (0.1, 0.0),
-        "body.weight": (0.1, 0.3),
-        "norm.weight": (0.1, 0.0),
-        "norm.bias": (0.1, 0.0),
-        "fc.weight": (1.0, 0.3),
-        "fc.bias": (1.0, 0.0),
-    }
+    undecayed = dict.fromkeys(["pos_embedding", "norm.weight", "norm.bias"], (0.1, 0.0))
+    decayed = {"body.weight": (0.1, 0.3), "fc.weight": (1.0, 0.3)}
+    assert found == {**undecayed, **decayed, "fc.bias": (1.0, 0.0)}
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     assert isinstance(made, kinds[optimizer]) and made.defaults["fused"]
     momentum = (made.defaults.get("momentum"), made.defaults.get("nesterov"))
@@ -118,32 +107,26 @@ def test_the_decay_of_averaged_weights_rises(capsys):
     assert decays == [2 / 11, 9 / 18, 91 / 100, 0.99998]
     model, registered = torch.nn.Linear(1, 1, bias=False), []
     process = accelerator(register_for_checkpointing=registered.append)
-    ema = script.build_ema(process, model, 0.9, HUNDRED_STEPS)
+    ema = script.build_ema(process, model, 0.9, PLAN)
     assert registered == [ema]
     for value in (1.0, 3.0):
         with torch.no_grad():
             model.weight.fill_(value)
         ema.update(model)
     assert ema.module.weight.item() == pytest.approx(1 + 2 * 9 / 11)
-    assert script.build_ema(process, model, 0.0, HUNDRED_STEPS) is None
-    script.build_ema(process, model, 0.99, HUNDRED_STEPS)
+    assert script.build_ema(process, model, 0.0, PLAN) is None
+    script.build_ema(process, model, 0.99, PLAN)
     assert capsys.readouterr().err == ""
-    script.build_ema(process, model, 0.995, HUNDRED_STEPS)
+    script.build_ema(process, model, 0.995, PLAN)
     assert "averages over about 200 steps, more than the 100 of this run" in capsys.readouterr().err
 
 
-def options(parse, *words):
-    small = "--dataset a --model squeezenet1_1 --batch_size 4 --num_workers 0"
-    return parse(" ".join([small, *words]))
-
-
-def data_of(folder):
-    return find_images(str(make_photos(folder, 4)))
+def options(parse, words):
+    return parse(f"--dataset a --model squeezenet1_1 --batch_size 4 --num_workers 0 {words}")
 
 
 def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch):
-    folder = data_of(tmp_path / "d") and str(tmp_path / "d")
-    args = options(parse, "--dataset", folder, "--overfit_batch")
+    args = options(parse, f"--dataset {make_photos(tmp_path / 'd', 4)} --overfit_batch")
     data = script.load_data(accelerator(), args)
     assert data.details[-1] == "only 12 held-out images: each is 8.3% of accuracy"
     assert data.description in capsys.readouterr().out
@@ -160,11 +143,8 @@ def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch
     assert large.details == []
 
 
-PLAN = Plan(total_steps=10, steps_per_epoch=5)
-
-
 def test_loaders_have_the_sizes_that_options_say(parse, tmp_path, monkeypatch):
-    data, prepared = data_of(tmp_path / "d"), []
+    data, prepared = find_images(str(make_photos(tmp_path / "d", 4))), []
     preprocess = dict(resize=36, crop=32, interpolation="bilinear", **pretrained.IMAGENET)
     process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
     monkeypatch.setitem(script.PRESETS["scratch"], "train_size", 48)

@@ -47,17 +47,14 @@ def test_a_jpeg_that_is_decoded_smaller_shows_the_same(monkeypatch):
     assert (small[0].float() - full[0].float()).abs().mean() < 1.5
 
 
-@pytest.mark.parametrize(("size", "allowed"), [((1, 32), True), ((33, 1), False)])
-def test_a_very_long_image_is_refused_before_it_is_scaled(size, allowed):
+def test_a_very_long_image_is_refused_before_it_is_scaled():
     """Except in training, which takes a part of it."""
-    opened = Encoded(encoded(Image.new("RGB", size, (200, 100, 50))))
-    preprocess = PREPROCESS | dict(resize=256, crop=224)
-    assert TrainTransform(0, preprocess)(opened, 0, 0).shape == (3, 224, 224)
-    if allowed:
-        assert EvalTransform(preprocess)(opened)[:, 112, 112].tolist() == [200, 100, 50]
-        return
+    preprocess, sizes = PREPROCESS | dict(resize=256, crop=224), [(1, 32), (33, 1)]
+    allowed, longer = (Encoded(encoded(Image.new("RGB", size, (200, 100, 50)))) for size in sizes)
+    assert EvalTransform(preprocess)(allowed)[:, 112, 112].tolist() == [200, 100, 50]
+    assert TrainTransform(0, preprocess)(longer, 0, 0).shape == (3, 224, 224)
     with pytest.raises(BadImage, match="it is 33 x 1 pixels, too long: cut it"):
-        EvalTransform(preprocess)(opened)
+        EvalTransform(preprocess)(longer)
 
 
 def test_each_option_of_training_does_what_it_says():
@@ -136,14 +133,12 @@ def test_skipping_decodes_nothing(train, monkeypatch):
     loader = DataLoader(ImageBatches(train, change()), 4, **options)
     loader = Accelerator(cpu=True, dataloader_config=loading).prepare(loader)
     loader.set_epoch(1)
-    batches = list(loader)
-    assert len(batches) == 6 and sorted(decoded) == list(range(24))
+    ids = torch.cat([batch["ids"] for batch in loader]).tolist()
+    assert decoded == ids and sorted(ids) == list(range(24))
     decoded.clear()
     loader.set_epoch(1)
-    rest = list(RemainingSteps(5, 6, skip=4, accumulation=1).rest(loader))
-    assert decoded == torch.cat([batch["ids"] for batch in rest]).tolist() and len(decoded) == 8
-    for a, b in zip(rest, batches[4:], strict=True):
-        assert torch.equal(a["images"], b["images"]) and torch.equal(a["ids"], b["ids"])
+    assert len(list(RemainingSteps(5, 6, skip=4, accumulation=1).rest(loader))) == 2
+    assert decoded == ids[16:]
 
 
 def test_a_bad_image_stops_or_is_replaced_by_the_next(tmp_path, capsys):

@@ -132,10 +132,10 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     details = "\n".join(corpus.details)
     assert "empty documents: 3 (row 1)" in details and "not read" not in details
     assert "end without one" in details
+    (folder := tmp_path / "splits").mkdir()
     for split, numbers in (("train", range(10)), ("val", range(8, 12))):
-        write_rows(tmp_path / f"{split}.jsonl", [{"text": f"a text {i}"} for i in numbers])
-    path.unlink()
-    details = load(str(tmp_path), tokenizer, 16).details
+        write_rows(folder / f"{split}.jsonl", [{"text": f"a text {i}"} for i in numbers])
+    details = load(str(folder), tokenizer, 16).details
     assert "val: equal documents are in train: 2 (row 0)" in details
 
 

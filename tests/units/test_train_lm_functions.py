@@ -11,7 +11,7 @@ from harness.launches import load_script
 
 from utils.run.failures import UserError
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from utils.language import causal_lm

@@ -9,7 +9,7 @@ from harness.chats import conversations, make_tokenizer, write_rows
 from harness.language_models import make_config
 from harness.launches import column, final_weights, load_script, metrics, results
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 STEPS = "--block_size 32 --batch_size 4 --lr 0.01 --max_train_steps 4 --log_every 1 --eval_every 2"

@@ -34,6 +34,14 @@ def say(*turns):
     return [dict(role=ROLES[turn[0]], content=turn[2:]) for turn in turns]
 
 
+def conversations(numbers):
+    """Rows of very different length; each seventh has two answers."""
+    for number in numbers:
+        question = f"u Say {number}." + " Do!" * (number % 5)
+        turns = say(question, "a " + "w " * (1 + number * number % 17))
+        yield {"messages": turns * (1 + (number % 7 == 0))}
+
+
 def write_rows(path, rows):
     """Writes JSON Lines; returns the path as text."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -34,7 +34,7 @@ PACKED = [name for name in OWN if name != "opt"]
 def make_config(name, **changes):
     import transformers
 
-    sizes = {**SIZES, **OWN[name], **changes}
+    sizes = {**SIZES, **OWN.get(name, {}), **changes}
     if name in ("gpt2", "opt"):  # older ones, which have no other sizes
         for key in ("intermediate_size", "num_key_value_heads", "head_dim"):
             del sizes[key]

@@ -213,6 +213,11 @@ def metrics(folder, split):
     return [{name: v for name, v in line.items() if name not in CLOCK} for line in lines]
 
 
+def column(folder, name, split="train"):
+    """One of the values in metrics.jsonl: step -> value."""
+    return {line["step"]: line[name] for line in metrics(folder, split)}
+
+
 def final_weights(folder):
     """The hash of the exported weights, or of those of an adapter.
 

@@ -10,10 +10,12 @@ from hashlib import sha256
 
 import pytest
 import torch
-from harness.chats import MARKED, make_tokenizer, write_rows
+from harness.chats import MARKED, conversations, make_tokenizer, write_rows
 from harness.gpu_rules import FORBIDDEN
-from harness.launches import Started, metrics, results, run, run_once, status
+from harness.language_models import make_config
+from harness.launches import Started, column, final_weights, metrics, results, run, run_once, status
 from safetensors import safe_open
+from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -22,18 +24,7 @@ LM, EVALUATE = "scripts/train_lm.py", "scripts/evaluate.py"
 PROBE = "tests/harness/probe_shards.py"
 MODEL = "--block_size 128 --batch_size 8"
 SMALL = f"{MODEL} --max_train_steps 12 --log_every 1 --eval_every 6 --checkpoint_every 4 --eval_samples 3"
-# A model with dropout is in the slow tests, and in test_train_lm_loop.py.
-IN_PARTS = "--gradient_accumulation_steps 2 --activation_checkpointing"
 LORA = f"{SMALL} --lora_rank 4"
-
-
-def conversations(numbers):
-    for number in numbers:
-        turns = [
-            {"role": "user", "content": f"Say {number}." + " Do!" * (number % 5)},
-            {"role": "assistant", "content": "w " * (1 + number * number % 17)},
-        ]
-        yield {"messages": turns * (1 + (number % 7 == 0))}
 
 
 @pytest.fixture(scope="session")
@@ -53,19 +44,6 @@ def chats(made_once):
 def lm(chats, made_once):
     """The uninterrupted run of SMALL: its output, and its folder as `.folder`."""
     return run_once(made_once, "lm", "cpu", LM, f"--dataset {chats} {SMALL}")
-
-
-def column(folder, name, split="train"):
-    return {line["step"]: line[name] for line in metrics(folder, split)}
-
-
-def weights(folder):
-    """The hash of what a run exports, and of nothing else."""
-    part = next(folder / part for part in ("model", "adapter") if (folder / part).is_dir())
-    digest = sha256()
-    for file in sorted(part.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def run_killed(config, arguments, folder, again=None, **options):
@@ -105,7 +83,7 @@ def test_leaves_a_model_that_transformers_loads(lm):
 
 def test_samples_belong_to_their_evaluation_which_a_restart_repeats(lm, chats, tmp_path):
     words = f"--dataset {chats} {SMALL}"
-    fault = ["die_before_sample@3", LM, *words.split()]  # after the last step, which is saved
+    fault = f"die_before_sample@3 {LM} {words}"  # after the last step, which is saved
     run("cpu", "tests/harness/wrapped.py", fault, output_dir=tmp_path, check=False)
     run("cpu", LM, words, output_dir=tmp_path)
     assert results(tmp_path)["resumed_from"] == 12
@@ -128,9 +106,7 @@ def test_the_validation_loss_is_that_of_each_conversation_alone(lm, chats):
         chosen = told["assistant_masks"][0, 1:].bool()
         with torch.no_grad():
             logits = model(input_ids=told["input_ids"]).logits[0, :-1].double()
-        losses = torch.nn.functional.cross_entropy(
-            logits, told["input_ids"][0, 1:], reduction="none"
-        )
+        losses = F.cross_entropy(logits, told["input_ids"][0, 1:], reduction="none")
         total, count = total + losses[chosen].sum().item(), count + chosen.sum().item()
     assert results(folder)["val_tokens"] == count
     assert results(folder)["val_loss"] == pytest.approx(total / count, rel=1e-5)
@@ -139,23 +115,20 @@ def test_the_validation_loss_is_that_of_each_conversation_alone(lm, chats):
 @pytest.mark.slow
 def test_evaluate_finds_the_same_loss(lm, chats, tmp_path):
     """Also on two processes, where the data was moved."""
-    folder, words = lm.folder, [str(lm.folder)]
-    words += ["--dataset", str(shutil.copytree(chats, tmp_path / "moved"))]
-    done = run("2cpu", EVALUATE, words, output_dir=tmp_path / "scores")
-    found = results(tmp_path / "scores")
-    assert found["val_loss"] == pytest.approx(results(folder)["val_loss"], rel=1e-6)
+    moved, scores = shutil.copytree(chats, tmp_path / "moved"), tmp_path / "scores"
+    done = run("2cpu", EVALUATE, f"{lm.folder} --dataset {moved}", output_dir=scores)
+    found, last = results(scores), done.stdout.splitlines()[-1]
+    assert found["val_loss"] == pytest.approx(results(lm.folder)["val_loss"], rel=1e-6)
     assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]))
     error = found["val_loss_standard_error"]
-    said = f"loss {found['val_loss']:.4f} ± {error:.4f} nats per token"
-    last = done.stdout.splitlines()[-1]
-    assert said in last and f"on {found['val_tokens']:,} tokens" in last
-    assert str(tmp_path / "scores") in last
+    assert f"loss {found['val_loss']:.4f} ± {error:.4f} nats per token" in last
+    assert f"on {found['val_tokens']:,} tokens" in last and str(scores) in last
 
 
 def test_evaluate_scores_other_data(lm, tmp_path):
     """All of its 300 bytes, and the end; the first is not predicted."""
     (tmp_path / "a.txt").write_text("ab" * 150)
-    words = [str(lm.folder), "--dataset", str(tmp_path / "a.txt")]
+    words = f"{lm.folder} --dataset {tmp_path}/a.txt"
     run(None, EVALUATE, words, output_dir=tmp_path / "scores")
     found = results(tmp_path / "scores")
     expected = found["all_loss"] * 300 / 299 / math.log(2)
@@ -212,8 +185,8 @@ def test_bad_input_is_one_line(script, words, says, lm, chats, tmp_path):
 @pytest.mark.slow
 def test_two_processes_send_only_what_nccl_takes(chats, tmp_path):
     """As `test_gpu_rules.py` does for the other scripts."""
-    words = [f"gpu_rules@0:{tmp_path}/seen.json", LM, "--dataset", str(chats), *MODEL.split()]
-    words += ["--max_train_steps", "2", "--gradient_accumulation_steps", "2"]
+    words = f"gpu_rules@0:{tmp_path}/seen.json {LM} --dataset {chats} {MODEL}"
+    words += " --max_train_steps 2 --gradient_accumulation_steps 2"
     run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path / "run")
     collectives, operations, strict, _ = json.loads((tmp_path / "seen.json").read_text())
     assert strict and collectives >= 5 and not set(operations) & FORBIDDEN
@@ -222,39 +195,42 @@ def test_two_processes_send_only_what_nccl_takes(chats, tmp_path):
 SHARDED = dict(launcher=("--mixed_precision", "no", "--num_processes", "2"))
 CONTINUED = {
     "lora": ("cpu", f"--model {{base}} {LORA}", {}),
-    "sharded": ("4gpu_fsdp", SMALL, SHARDED),
+    "sharded": ("4gpu_fsdp", f"{SMALL} --export_dtype bfloat16", SHARDED),
     "pretrained": ("4gpu_fsdp", f"--model {{base}} {SMALL}", SHARDED),
-    "qwen3": ("2cpu", f"{SMALL} {IN_PARTS}", {}),
+    "qwen3": ("2cpu", f"{SMALL} --gradient_accumulation_steps 2 --activation_checkpointing", {}),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTINUED)
 def test_every_kind_of_model_continues_exactly(name, lm, chats, tmp_path):
+    """The score of one that is exported in bfloat16 is that of the rounded weights."""
     config, words, options = CONTINUED[name]
-    words = f"--dataset {chats} {words}".format(base=lm.folder / "model")
+    base, one = shutil.copytree(lm.folder / "model", tmp_path / "base"), lm.folder
+    words = f"--dataset {chats} {words}".format(base=base)
     if name == "qwen3":
-        sizes = dict(vocab_size=330, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-        sizes |= dict(max_position_embeddings=128)
-        transformers.AutoConfig.for_model(name, **sizes).save_pretrained(tmp_path / "config")
+        sizes = dict(vocab_size=330, max_position_embeddings=128)
+        make_config(name, **sizes).save_pretrained(tmp_path / "config")
         make_tokenizer().save_pretrained(tmp_path / "config")
         words += f" --model {tmp_path / 'config'} --from_scratch"
     if name == "pretrained":
-        base = shutil.copytree(lm.folder / "model", tmp_path / "base")
         load(base).to(torch.bfloat16).save_pretrained(base)
-        words = words.replace(str(lm.folder / "model"), str(base))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(config, LM, words, output_dir=whole, **options)
     run_killed(config, words, killed, **options)
-    assert weights(killed) == weights(whole)
-    one = lm.folder
+    assert final_weights(killed) == final_weights(whole)
     if name in ("qwen3", "pretrained"):
-        run("cpu", LM, words, output_dir=tmp_path / "one")
         one = tmp_path / "one"
-    if name != "lora":
+        run("cpu", LM, words, output_dir=one)
         assert load(whole / "model").dtype == load(one / "model").dtype
+    if name != "lora":
         assert column(whole, "loss") == pytest.approx(column(one, "loss"), abs=1e-4)
+    if name == "sharded":
+        run("cpu", EVALUATE, f"{whole} --dataset {chats}", output_dir=tmp_path / "scores")
+        said = results(whole)["val_loss"]
+        assert load(whole / "model").dtype == torch.bfloat16
+        assert results(tmp_path / "scores")["val_loss"] == pytest.approx(said, rel=1e-6)
+        assert abs(said - results(one)["val_loss"]) > 1e-5
 
 
 @pytest.mark.slow
@@ -271,24 +247,14 @@ def test_no_process_of_a_sharded_run_holds_the_model(lm, tmp_path):
         out.mkdir()
         launcher = ("--mixed_precision", "no", "--num_processes", str(processes))
         run("4gpu_fsdp", PROBE, [str(base), str(out)], launcher=launcher)
-        assert weights(out) == sha256((base / "model.safetensors").read_bytes()).hexdigest()
+        expected = sha256((base / "model.safetensors").read_bytes()).hexdigest()
+        assert final_weights(out) == expected
     grown = [json.loads((out / f"rank_{rank}.json").read_text()) for rank in range(4)]
     whole = sum(weight.nbytes for weight in model.parameters())
     for seen in grown:
         most = seen["shard"] + 2 * seen["largest"] + 2**24
         assert most < whole / 2 and max(seen["loading"], seen["exporting"]) <= most, seen
         assert seen["buffers"] == [value.double().sum().item() for value in model.buffers()]
-
-
-@pytest.mark.slow
-def test_the_score_of_a_sharded_run_is_that_of_its_rounded_export(lm, chats, tmp_path):
-    folder, words = tmp_path / "run", f"--dataset {chats} {SMALL} --export_dtype bfloat16"
-    run("4gpu_fsdp", LM, words, output_dir=folder, **SHARDED)
-    run("cpu", EVALUATE, f"{folder} --dataset {chats}", output_dir=tmp_path / "scores")
-    found, said = results(tmp_path / "scores")["val_loss"], results(folder)["val_loss"]
-    assert load(folder / "model").dtype == torch.bfloat16
-    assert found == pytest.approx(said, rel=1e-6)
-    assert abs(said - results(lm.folder)["val_loss"]) > 1e-5
 
 
 @pytest.mark.slow

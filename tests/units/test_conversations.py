@@ -1,5 +1,6 @@
 """What the properties of conversations leave out: unusual templates and tokenizers, and refusals."""
 
+import itertools
 import json
 
 import pytest
@@ -46,14 +47,9 @@ def encode_one(*args, **options):
 
 def learned(tokenizer, document):
     """The texts of the runs of targets."""
-    runs, before = [], False
-    for token, yes in zip(document.tokens.tolist(), document.is_target.tolist(), strict=True):
-        if yes and not before:
-            runs.append([])
-        if yes:
-            runs[-1].append(token)
-        before = yes
-    return [tokenizer.decode(run) for run in runs]
+    pairs = zip(document.tokens.tolist(), document.is_target.tolist(), strict=True)
+    runs = [(yes, list(run)) for yes, run in itertools.groupby(pairs, lambda pair: pair[1])]
+    return [tokenizer.decode([token for token, _ in run]) for yes, run in runs if yes]
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED, STRINGS])
@@ -81,19 +77,17 @@ def test_an_answer_may_be_a_call_of_a_tool_without_a_text(tokenizer):
 
 
 @pytest.mark.parametrize("loss_on", ["answers", ALL])
-def test_tools_have_a_template_of_their_own(loss_on):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CHATML}
+def test_tools_have_a_template_of_their_own(loss_on, tokenizer):
+    own = {"default": CHATML, "tool_use": "{{ tools[0].name }}" + CHATML}
     for template, tools, begins in (
-        (None, None, "<|im_start|>user"),
-        (None, WEATHER, "weather<|im_start|>user"),
+        (own, None, "<|im_start|>user"),
+        (own, WEATHER, "weather<|im_start|>user"),
+        (own, json.dumps(WEATHER), "weather<|im_start|>user"),
         (PLAIN, WEATHER, "user: hi"),
     ):
         document = encode_one(tokenizer, CHAT, template, loss_on, tools=tools)
         before = tokenizer.decode(document.tokens[: document.answer])
         assert before.startswith(begins) and before.endswith(("assistant\n", "assistant: "))
-    document = encode_one(tokenizer, CHAT, tools=json.dumps(WEATHER))
-    assert tokenizer.decode(document.tokens).startswith("weather")
 
 
 def test_the_date_is_always_the_same(tokenizer):
@@ -116,7 +110,7 @@ def test_added_tokens_end_an_answer_though_they_are_not_special():
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("", "has no chat template: give --chat_template"),
+        (None, "has no chat template: give --chat_template"),
         ("{% for m in messages", "cannot render row 0"),
         ("{{ raise_exception('Roles must alternate') }}", "row 0: Roles must alternate"),
         (PARTS, "does not write contents that are texts: give another --chat_template"),
@@ -127,69 +121,57 @@ def test_added_tokens_end_an_answer_though_they_are_not_special():
         ),
     ],
 )
-def test_templates_that_cannot_be_used_are_one_line(template, says):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template or None
+def test_templates_that_cannot_be_used_are_one_line(template, says, tokenizer):
+    tokenizer = with_template(tokenizer, template)
     with pytest.raises(UserError, match=says):
         encode(tokenizer, say("u hi<|im_end|>", "a hello"))
     if not template:
-        with pytest.raises(UserError, match="no chat template: give --chat_template"):
+        with pytest.raises(UserError, match=says):
             Encoder(tokenizer).encode_prompt("what?", "messages")
 
 
 @pytest.mark.parametrize(
-    ("kind", "row", "says"),
+    ("row", "says"),
     [
-        ("prompt", {"prompt": "a"}, "row 3 has no column completion"),
-        ("text", {"text": 5}, "row 3 has no text, but int"),
-        ("text", {"text": "\ud800"}, "row 3 is not valid Unicode"),
-        ("prompt", {"prompt": "a", "completion": "\ud800"}, "row 3 is not valid Unicode"),
+        (dict(prompt="a"), "row 3 has no column completion"),
+        (dict(prompt="a", completion="\ud800"), "row 3 is not valid Unicode"),
+        (dict(prompt="a", completion=CHAT), "the prompt of row 3 is no text or list of mes.* str"),
         (
-            "prompt",
-            {"prompt": "a", "completion": CHAT},
-            "the prompt of row 3 is no text or list of messages, but str",
+            dict(prompt=CHAT[:1], completion="a"),
+            "the completion of row 3 is no text or list .* str",
         ),
-        (
-            "prompt",
-            {"prompt": CHAT[:1], "completion": "a"},
-            "the completion of row 3 is no text or list of messages, but str",
-        ),
-        ("messages", {"messages": CHAT, "tools": "{"}, "tools of row 3 are not JSON"),
-        ("messages", {"messages": CHAT, "tools": {"name": "f"}}, "tools of row 3 are not a list"),
-        ("messages", {"messages": ["hi"]}, "message 0 of row 3 has no role"),
-        ("messages", {"messages": [*CHAT, {"from": "human"}]}, "message 2 of row 3 has no role"),
-        (
-            "messages",
-            {"messages": [*CHAT, {"role": "gpt", "content": "a"}]},
-            "message 2 of row 3 has the role gpt: call it assistant, since answers are",
-        ),
-        ("messages", {"messages": [{"role": "user"}]}, "no text as content, but None"),
-        ("messages", {"messages": [{"role": "user", "content": [{}]}]}, "no text as content, but"),
-        ("messages", {"messages": say("u \ud800", "a b")}, "row 3 is not valid Unicode"),
+        (dict(text=5), "row 3 has no text, but int"),
+        (dict(text="\ud800"), "row 3 is not valid Unicode"),
+        (dict(messages=CHAT, tools="{"), "tools of row 3 are not JSON"),
+        (dict(messages=CHAT, tools={"name": "f"}), "tools of row 3 are not a list"),
+        (dict(messages=["hi"]), "message 0 of row 3 has no role"),
+        (dict(messages=[*CHAT, {"from": "human"}]), "message 2 of row 3 has no role"),
+        (dict(messages=[{"role": "gpt"}]), "0 of row 3 has the role gpt: call it assistant, since"),
+        (dict(messages=[{"role": "user"}]), "no text as content, but None"),
+        (dict(messages=[{"role": "user", "content": [{}]}]), "no text as content, but"),
+        (dict(messages=say("u \ud800", "a b")), "row 3 is not valid Unicode"),
     ],
 )
-def test_rows_of_other_types_are_one_line(kind, row, says, tokenizer):
+def test_rows_of_other_types_are_one_line(row, says, tokenizer):
     encoder = Encoder(tokenizer)
+    kind = next((column for column in ("messages", "text") if column in row), "prompt")
     with pytest.raises(UserError, match=says):
         encode_row(encoder, kind, "row 3", **row)
     empty = (None, dict.fromkeys(("text", "prompt", "completion", "messages")))
     assert all(list(encoder.draft(none, kind, "row 3")) == [] for none in empty)
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
+def test_the_end_of_an_answer_is_that_of_the_template():
+    tokenizer = make_tokenizer(eos_token="<pad>")
+    for template, end in (
         (CHATML, ["<|im_end|>"]),
         (CHATML.replace("<|im_end|>", "<|im_end|><pad>"), ["<pad>"]),
         (STRICT, ["<|im_end|>"]),
         (PLAIN, ["<pad>"]),
         (None, []),
-    ],
-)
-def test_the_end_of_an_answer_is_that_of_the_template(template, end):
-    tokenizer = make_tokenizer(eos_token="<pad>")
-    tokenizer.chat_template = template
-    assert Encoder(tokenizer).answer_ends() == tokenizer.convert_tokens_to_ids(end)
+    ):
+        encoder = Encoder(with_template(tokenizer, template))
+        assert encoder.answer_ends() == tokenizer.convert_tokens_to_ids(end), template
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])

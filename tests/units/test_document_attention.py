@@ -11,8 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from utils.language import document_attention
 
-CPU = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16")
-GPU = SimpleNamespace(device=torch.device("cuda"), mixed_precision="bf16")
+CPU = dict(device=torch.device("cpu"), mixed_precision="bf16")
+GPU = dict(device=torch.device("cuda"), mixed_precision="bf16")
 
 
 def varlen_attn(
@@ -40,43 +40,55 @@ def gpu(monkeypatch):
     monkeypatch.setattr(document_attention, "varlen_attn", varlen_attn)
 
 
-def chosen(name, attention=None, accelerator=CPU, **changes):
+def chosen(name, place=CPU, attention=None, **changes):
     model = make_model(name, attention, **changes)
-    document_attention.use(accelerator, model)
+    document_attention.use(SimpleNamespace(**place), model)
     return model
 
 
+FORMULA, KERNEL = document_attention.NAME, document_attention.KERNEL
+
+
 @pytest.mark.parametrize(
-    ("name", "attention", "changes", "used"),
+    ("name", "changes", "place", "expected"),
     [
-        ("llama", None, {}, True),
-        ("llama", "eager", {}, False),
-        ("mistral", None, {"sliding_window": None}, True),
-        ("mistral", None, {"sliding_window": 8}, False),
-        ("gpt2", None, {}, True),
+        ("llama", {}, CPU, FORMULA),
+        ("llama", {}, GPU, KERNEL),
+        ("gpt2", {}, CPU, FORMULA),
+        # Tokens that do not attend to all before them, or another attention that was chosen.
+        ("mistral", {"sliding_window": None}, CPU, FORMULA),
+        ("mistral", {"sliding_window": 8}, CPU, "sdpa"),
+        ("llama", {"attention": "eager"}, CPU, "eager"),
+        ("doge", {"num_key_value_heads": 4}, CPU, "sdpa"),  # its layers have a mask of their own
+        ("persimmon", {}, CPU, "sdpa"),  # its layers are not told positions
+        # What the kernel does not compute.
+        ("llama", {"attention_dropout": 0.1}, GPU, "sdpa"),
+        ("llama", {"head_dim": 12}, GPU, "sdpa"),
+        ("llama", {"head_dim": 264}, GPU, "sdpa"),
+        ("llama", {}, GPU | {"mixed_precision": "no"}, "sdpa"),
+        ("llama", {}, GPU | {"device": torch.device("mps")}, "sdpa"),
+        ("llama", {}, GPU | {"capability": (7, 5)}, "sdpa"),
+        (
+            "llama",
+            {},
+            GPU | {"kernel": lambda query, key, value: None},
+            "sdpa",
+        ),  # of older releases
     ],
 )
-def test_only_where_a_token_attends_to_all_before_it(name, attention, changes, used):
-    model = chosen(name, attention, **changes)
-    assert (model.config._attn_implementation == document_attention.NAME) == used
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"), [("Doge", {"num_key_value_heads": 4}), ("Persimmon", {})]
-)
-def test_layers_with_a_mask_of_their_own_or_without_positions_keep_the_mask(family, changes):
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config = getattr(transformers, f"{family}Config")(vocab_size=VOCABULARY, **sizes, **changes)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    before = model.config._attn_implementation
-    document_attention.use(CPU, model)
-    assert model.config._attn_implementation == before
+def test_documents_are_computed_one_by_one_where_that_is_the_same(
+    name, changes, place, expected, monkeypatch
+):
+    capability = place.get("capability", (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(document_attention, "varlen_attn", place.get("kernel", varlen_attn))
+    assert chosen(name, place, **changes).config._attn_implementation == expected
 
 
 @pytest.mark.parametrize("place", [CPU, GPU])
 def test_padded_prompts_are_answered_as_alone(place, gpu):
     """Also with a cache, whose tokens are not in the query; on a GPU without the kernel."""
-    model = chosen("llama", accelerator=place)
+    model = chosen("llama", place)
     prompts = [torch.arange(3, 9) % VOCABULARY, torch.arange(3, 5) % VOCABULARY]
     padded = torch.stack([prompts[0], torch.cat([torch.zeros(4).long(), prompts[1]])])
     mask = torch.ones_like(padded)
@@ -95,7 +107,7 @@ def test_the_kernel_of_gpus_gets_all_documents_at_once(gpu, name):
     In float64, so that the results agree to rounding.
     """
     changes = dict(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0) if name == "gpt2" else {}
-    models = [chosen(name, accelerator=each, **changes).double() for each in (CPU, GPU)]
+    models = [chosen(name, each, **changes).double() for each in (CPU, GPU)]
     models[1].load_state_dict(models[0].state_dict())
     assert models[1].config._attn_implementation == document_attention.KERNEL
     tokens = torch.randint(VOCABULARY, (2, 12))
@@ -108,27 +120,3 @@ def test_the_kernel_of_gpus_gets_all_documents_at_once(gpu, name):
         ).logits.square().sum().backward()
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-
-
-@pytest.mark.parametrize(
-    ("changes", "settings"),
-    [
-        ({"attention_dropout": 0.1}, {}),
-        ({"head_dim": 12}, {}),
-        ({"head_dim": 264}, {}),
-        ({}, {"mixed_precision": "no"}),
-        ({}, {"device": torch.device("mps")}),
-    ],
-)
-def test_other_models_and_gpus_keep_the_mask(gpu, changes, settings):
-    model = chosen("llama", accelerator=SimpleNamespace(**{**vars(GPU), **settings}), **changes)
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_older_gpus_and_releases_of_torch_keep_the_mask(gpu, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert chosen("llama", accelerator=GPU).config._attn_implementation == "sdpa"
-    assert chosen("llama", accelerator=GPU).config._attn_implementation != "sdpa"
-    monkeypatch.setattr(document_attention, "varlen_attn", lambda query, key, value: None)
-    assert chosen("llama", accelerator=GPU).config._attn_implementation == "sdpa"

@@ -96,14 +96,12 @@ def test_columns_decide_in_files_of_every_format(row, kind, how, suffix, tmp_pat
 def test_splits_of_the_data(names, tmp_path):
     for name in names:
         write(tmp_path, **{f"{name}_jsonl": lines([{"text": name}] * 2)})
-    data = find(tmp_path)
-    assert {split: read(rows)[0]["text"] for split, rows in data.splits.items()} == {
-        "train": "train",
-        {"dev": "val"}.get(names[1], names[1]): names[1],
-    }
+    data, held_out = find(tmp_path), names[1]
+    texts = {split: read(rows)[0]["text"] for split, rows in data.splits.items()}
+    assert texts == {"train": "train", {"dev": "val"}.get(held_out, held_out): held_out}
     said = " ".join(data.details)
     assert ("test, not used: 2 rows" in said) == (len(names) == 3)
-    assert ("test: 2 rows" in said) == (names[1] == "test")
+    assert ("test: 2 rows" in said) == (held_out == "test")
 
 
 def test_each_file_of_plain_text_is_a_document(tmp_path):
@@ -154,16 +152,14 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
     def load_dataset(path, name=None, **options):
         if name is None:
             raise ValueError("Config name is missing.\nPlease pick one")
-        rows = [{"text": f"{path} {name}"}] * 3
-        return datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
+        return datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": f"{path} {name}"}]))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    rows = [{"text": "owner/name sample-10BT"}] * 3
+    rows = [{"text": "owner/name sample-10BT"}]
     assert load("owner/name", subset="sample-10BT") == ("text", {"train": rows})
-    local = str(write(tmp_path, a_txt="text"))
     for name, subset, says in (
         ("owner/name", None, "owner/name has several subsets: give --subset"),
-        (local, "de", "--subset de: only a Hub id has subsets"),
+        (write(tmp_path, a_txt="text"), "de", "--subset de: only a Hub id has subsets"),
         ("./missing.jsonl", None, "there is no such file"),
     ):
         with pytest.raises(UserError, match=says):
@@ -172,17 +168,13 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
 
 def test_synthetic_conversations_are_the_same_on_every_machine():
     """The figures on the pages are of them. No date is there twice."""
-    data = find("synthetic", seed=3)
+    data, others = find("synthetic", seed=3), find("synthetic", seed=4)
     assert (data.kind, asked(data)) == ("messages", "messages")
     splits = {split: list(rows) for split, rows in data.splits.items()}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
     assert sha256(json.dumps(splits).encode()).hexdigest().startswith("c9bc515b92c50c10")
-    question, answer = splits["val"][1]["messages"]
-    assert question["content"] == "What is August 20th, 1758 in digits?"
-    assert answer["content"] == "1758-08-20"
-    others = find("synthetic", seed=4).splits
-    prints = [rows.fingerprint for some in (data.splits, others) for rows in some.values()]
-    assert len(set(prints)) == 4 and list(others["val"]) != splits["val"]
+    assert len({rows.fingerprint for some in (data, others) for rows in some.splits.values()}) == 4
+    assert list(others.splits["val"]) != splits["val"]
     messages = [said for rows in splits.values() for row in rows for said in row["messages"]]
     answers = [said["content"] for said in messages if said["role"] == "assistant"]
     assert len(set(answers)) == len(answers) > 4000

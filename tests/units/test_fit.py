@@ -12,14 +12,8 @@ from utils.language import fit, lm_loss
 from utils.language.fit import GIB, Job, Sizes
 from utils.run.failures import UserError
 
-CONFIG = dict(
-    num_hidden_layers=3,
-    hidden_size=64,
-    intermediate_size=160,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=300,
-)
+CONFIG = dict(num_hidden_layers=3, hidden_size=64, intermediate_size=160, vocab_size=300)
+CONFIG |= dict(num_attention_heads=4, num_key_value_heads=2)
 # 1 Gi weights, of which blocks have most.
 LARGE = Sizes(GIB, GIB, 4, GIB // 10, GIB // 5, 8, 1024, 2048, 10_000)
 JOB = Job(1, 1, 1024, 256, False, False)

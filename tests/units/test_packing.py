@@ -29,46 +29,47 @@ def make(lengths, seed=0, targets=True):
     return stream, documents, is_target
 
 
-def everything(blocks):
+def check(blocks, documents, expected):
+    """The inputs and targets of all blocks, which have `expected` targets.
+
+    A target is the token after its input. Every position that begins anew is padding, or at most
+    once inside of a document.
+    """
     batch = blocks.__getitems__(list(range(len(blocks))))
     for values in batch.values():
         assert values.dtype == torch.int64 and values.is_contiguous()
     assert batch["ids"].tolist() == list(range(len(blocks)))
-    return [batch[name].numpy() for name in ("input_ids", "targets", "position_ids")]
-
-
-def check_pieces(inputs, positions, starts):
-    """Every position that begins anew is padding, or at most once inside of a document."""
-    for row, places in zip(inputs, positions, strict=True):
+    inputs, targets = batch["input_ids"].numpy(), batch["targets"].numpy()
+    used, starts = targets != IGNORED, set(documents["start"].tolist())
+    assert sorted(targets[used]) == expected and blocks.target_tokens == len(expected)
+    assert (inputs[used] == targets[used] - 1).all() and not used[inputs == PAD].any()
+    assert blocks.tokens == (inputs != PAD).sum()
+    for row, places in zip(inputs, batch["position_ids"].numpy(), strict=True):
         assert places[0] == 0
         for t in range(1, len(row)):
             if row[t] == PAD:
-                assert places[t] == (places[t - 1] + 1 if row[t - 1] == PAD else 0)
-            elif row[t] == row[t - 1] + 1 and row[t] not in starts:
-                assert places[t] == places[t - 1] + 1
+                goes_on = row[t - 1] == PAD
             else:
-                assert places[t] == 0
+                goes_on = row[t] == row[t - 1] + 1 and row[t] not in starts
+            assert places[t] == (places[t - 1] + 1 if goes_on else 0)
+    return inputs, targets
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("lengths", [[50], [3, 1, 40, 2, 9, 17], [17, 17], [9, 9, 9], [2]])
+@pytest.mark.parametrize("lengths", [[50], [3, 1, 40, 2, 9, 17], [17, 17], [9, 9, 9], [2], [1, 1]])
 def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
     stream, documents, _ = make(lengths, targets=False)
     blocks = cut_text(stream, documents, 8, PAD, packed=packed)[0]
-    inputs, targets, positions = everything(blocks)
+    firsts = documents["start"].tolist()
+    inputs, targets = check(blocks, documents, sorted({*range(sum(lengths))} - {*firsts}))
     used = targets != IGNORED
-    firsts = set(documents["start"].tolist())
-    assert sorted(targets[used]) == sorted(set(range(sum(lengths))) - firsts)
-    assert (inputs[used] == targets[used] - 1).all()  # the token before it, in the same document
     assert (inputs[~used] == PAD).all()
-    check_pieces(inputs, positions, firsts)
-    assert blocks.tokens == blocks.target_tokens == used.sum()
     assert blocks.bytes == sum(length - 1 for length in lengths)
     if packed:
         assert used.ravel()[: used.sum()].all()  # only the last block has padding
     else:
         for row in targets:
-            owners = np.searchsorted(documents["start"], row[row != IGNORED], side="right")
+            owners = np.searchsorted(firsts, row[row != IGNORED], side="right")
             assert len(set(owners.tolist())) == 1
 
 
@@ -78,21 +79,15 @@ def test_conversations_keep_their_targets(packed, monkeypatch):
     lengths = np.random.default_rng(1).integers(1, 30, 60).tolist()
     stream, documents, is_target = make(lengths)
     blocks, counts = pack_conversations(stream, documents, 16, PAD, packed=packed)
-    inputs, targets, positions = everything(blocks)
     expected, truncated, empty = [], 0, 0
     for start, length in zip(documents["start"].tolist(), lengths, strict=True):
         learned = [token for token in range(start + 1, start + min(length, 17)) if is_target[token]]
         expected += learned
         empty += not learned
         truncated += bool(learned and length > 17)
-    assert sorted(targets[targets != IGNORED]) == expected
+    inputs, _ = check(blocks, documents, expected)
     assert counts == {"truncated": truncated, "no targets": empty} and min(truncated, empty) > 0
-    learned = targets != IGNORED
-    assert (inputs[learned] == targets[learned] - 1).all()
-    assert (inputs == PAD).any() and not learned[inputs == PAD].any()
-    check_pieces(inputs, positions, set(documents["start"].tolist()))
-    assert blocks.target_tokens == len(expected) and blocks.bytes is None
-    assert blocks.tokens == (inputs != PAD).sum()
+    assert (inputs == PAD).any() and blocks.bytes is None
     if not packed:
         assert len(blocks) == len(lengths) - empty
 
@@ -126,11 +121,11 @@ def test_prompts_end_where_the_last_answer_begins():
 
 
 def test_prompts_of_a_text_are_its_first_tokens():
-    stream, documents, _ = make([10, 300], targets=False)
-    prompts = cut_text(stream, documents, 100, PAD)[0].prompts(2)
-    assert prompts == [(list(range(10, 42)), None), (list(range(101, 101 + PROMPT_TOKENS)), None)]
-    stream, documents, _ = make([6, 4], targets=False)
-    assert cut_text(stream, documents, 100, PAD)[0].prompts(9) == [([0, 1, 2, 3, 4], None)]
-    stream, documents, _ = make([1, 1], targets=False)
-    empty = cut_text(stream, documents, 5, PAD)[0]
-    assert (len(empty), empty.target_tokens, empty.prompts(3)) == (0, 0, [])
+    first, cut = list(range(10, 42)), list(range(101, 101 + PROMPT_TOKENS))
+    for lengths, size, count, expected in (
+        ([10, 300], 100, 2, [(first, None), (cut, None)]),
+        ([6, 4], 100, 9, [([0, 1, 2, 3, 4], None)]),
+        ([1, 1], 5, 3, []),
+    ):
+        stream, documents, _ = make(lengths, targets=False)
+        assert cut_text(stream, documents, size, PAD)[0].prompts(count) == expected

@@ -46,10 +46,6 @@ def load_sharded(
     return model
 
 
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.glob("model*")}
-
-
 def write_slices(accelerator, folder, model, dtype):
     """Writes a sharded model, as the export does."""
     layout = [None]
@@ -62,48 +58,39 @@ def write_slices(accelerator, folder, model, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "limit"),
+    ("name", "dtype", "limit", "sizes"),
     [
-        ("llama", torch.float32, "5GB"),
-        ("llama", torch.bfloat16, "20KB"),
-        ("qwen3", torch.float32, "20KB"),
-        ("qwen3", torch.float16, "5GB"),
+        ("llama", torch.float32, "5GB", (3,)),
+        ("llama", torch.bfloat16, "20KB", (3,)),
+        ("qwen3", torch.float32, "20KB", (3,)),
+        ("qwen3", torch.float16, "5GB", (3,)),
+        ("llama", torch.float32, "5GB", (2, 2)),
     ],
 )
-def test_slices_make_the_files_that_transformers_writes(name, dtype, limit, tmp_path, monkeypatch):
+def test_slices_make_the_files_that_transformers_writes(
+    name, dtype, limit, sizes, tmp_path, monkeypatch
+):
+    """Of several copies of a model, the first is written."""
     monkeypatch.setattr(sharded_files, "SHARD_SIZE", limit)
-    base, copy = tmp_path / "base", tmp_path / "copy"
+    base, copy, copies = tmp_path / "base", tmp_path / "copy", len(sizes) == 2
     expected = save(base, name, dtype, max_shard_size=limit).state_dict()
     copy.mkdir()
 
     def process(accelerator, mesh):
-        model = load_sharded(accelerator, mesh, base)
+        model = load_sharded(accelerator, mesh, base, offload=copies)
         for key, weight in model.state_dict().items():
             assert weight.dtype == torch.float32 and weight.to_local().device.type == "cpu"
             assert torch.equal(weight.full_tensor(), expected[key].float()), key
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(mesh.get_coordinate()[0] if copies else 0)
         write_slices(accelerator, copy, model, dtype)
         return [len(weight.to_local()) for weight in model.parameters()]
 
-    rows = in_group(process, 3)
+    rows = in_group(process, 4 if copies else 3, sizes=sizes)
     assert (name == "qwen3") == (0 in rows[2]) and min(rows[0]) > 0
-    assert content(copy) == content(base)
-    assert len(content(copy)) == 1 if limit == "5GB" else len(content(copy)) > 3
-
-
-def test_of_several_copies_of_a_model_the_first_is_written(tmp_path):
-    base, copy = tmp_path / "base", tmp_path / "copy"
-    save(base, "llama")
-    copy.mkdir()
-
-    def process(accelerator, mesh):
-        model = load_sharded(accelerator, mesh, base, offload=True)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(mesh.get_coordinate()[0])
-        write_slices(accelerator, copy, model, torch.float32)
-
-    in_group(process, 4, sizes=(2, 2))
-    assert content(copy) == content(base)
+    one, other = ({path.name: path.read_bytes() for path in f.glob("model*")} for f in (base, copy))
+    assert one == other and (len(one) == 1 if limit == "5GB" else len(one) > 3)
 
 
 def test_adapters_are_those_of_the_first_process(tmp_path):
@@ -149,7 +136,8 @@ def change(folder, edit):
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_only_files_with_just_the_parameters_are_read_in_slices(tmp_path):
+def test_only_files_with_just_the_parameters_are_read_in_slices(tmp_path, monkeypatch):
+    """From the Hub, only those that the index names are downloaded."""
     for edit in (
         lambda state: state.pop("model.norm.weight"),
         lambda state: state.update(more=torch.ones(1)),
@@ -161,38 +149,29 @@ def test_only_files_with_just_the_parameters_are_read_in_slices(tmp_path):
         change(tmp_path, edit)
         assert places_of(tmp_path) is None
     (tmp_path / "model.safetensors").unlink()
-    model = save(tmp_path, "llama", max_shard_size="20KB")
+    model, asked = save(tmp_path, "llama", max_shard_size="20KB"), []
+    monkeypatch.setattr(
+        sharded_files, "snapshot_download", lambda *args, **o: asked.append((*args, o))
+    )
+    (tmp_path / "consolidated.safetensors").touch()
     places = places_of(tmp_path)
-    assert {*places} == dict(model.named_parameters()).keys()
-    assert {path.parent for path in places.values()} == {tmp_path} and len({*places.values()}) > 2
+    assert {*places} == dict(model.named_parameters()).keys() and not asked
+    assert places_of(tmp_path, source="some/model") == places
+    names = sorted({path.name for path in places.values()})
+    assert asked == [("some/model", {"allow_patterns": names})] and len(names) > 2
     for name, path in places.items():
-        assert name in load_file(path)
+        assert path.parent == tmp_path and name in load_file(path)
     model.register_buffer("kept", torch.ones(1))
     assert places_of(tmp_path, model) is None
     places["model.norm.weight"].unlink()
     assert places_of(tmp_path) is None
 
 
-def test_a_model_of_the_hub_gets_the_files_that_its_index_names(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        sharded_files, "snapshot_download", lambda name, **options: asked.append((name, options))
-    )
-    save(tmp_path, "llama", max_shard_size="20KB")
-    (tmp_path / "consolidated.safetensors").touch()
-    assert places_of(tmp_path, source="some/model")
-    (tmp_path / "consolidated.safetensors").unlink()
-    names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
-    assert asked == [("some/model", {"allow_patterns": names})]
-    assert places_of(tmp_path) and len(asked) == 1
-
-
 def test_models_that_transformers_converts_are_left_to_it(tmp_path):
     for name, kept in (("llama", True), ("qwen3", True), ("mixtral", False)):
-        save(tmp_path / name, name)
+        made = save(tmp_path / name, name)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert sharded_files.keeps_names(make_model(name)) == kept
-        assert sharded_files.keeps_names(loaded) == kept
+        assert [sharded_files.keeps_names(model) for model in (made, loaded)] == [kept] * 2
         assert (places_of(tmp_path / name) is not None) == kept
     quantized = make_model("llama")
     quantized.config.quantization_config = {}

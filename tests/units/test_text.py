@@ -24,8 +24,6 @@ from utils.run.failures import RunFailed, UserError
 
 datasets = pytest.importorskip("datasets")
 
-WORDS = {"train": "alpha ", "val": "beta ", "test": "gamma "}
-
 
 def write(root, **files):
     return str(write_files(root, **files))
@@ -41,49 +39,45 @@ def as_lines(text, count=30):
     return "".join(json.dumps({"text": f"{text}{i}"}) + "\n" for i in range(count))
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_splits_of_text(kind, tmp_path):
-    texts = {split: word * 40 if kind == "txt" else as_lines(word) for split, word in WORDS.items()}
-    write(tmp_path, **{f"{split}_{kind}": text for split, text in texts.items()})
-    train, held_out = both(str(tmp_path))
-    assert set(train) <= set("alpha 0123456789\n") and len(train) > 200
-    assert set(held_out) <= set("beta 0123456789\n") and len(held_out) >= 180
-    details = load_text(str(tmp_path), "text", 4).details
-    assert [line.split(":")[0] for line in details] == ["train", "val", "test, not used"]
-    split, scored = load_to_evaluate(str(tmp_path), "text")
-    assert split == "test" and set(bytes(scored.held_out.numpy())) <= set(b"gamma 0123456789\n")
-    details = [line.split(":")[0] for line in scored.details]
-    assert details == ["train, not used", "val, not used", "test"]
+def test_splits_of_text(tmp_path):
+    texts = dict(train="alpha " * 40, val="beta " * 40, test="gamma " * 40)
+    name = write(tmp_path, **{f"{split}_txt": text for split, text in texts.items()})
+    assert both(name) == (texts["train"], texts["val"])
+    split, scored = load_to_evaluate(name, "text")
+    assert (split, bytes(scored.held_out.numpy()).decode()) == ("test", texts["test"])
+    for details, expected in (
+        (load_text(name, "text", 4).details, ["train", "val", "test, not used"]),
+        (scored.details, ["train, not used", "val, not used", "test"]),
+    ):
+        assert [line.split(":")[0] for line in details] == expected
 
 
 def test_without_validation_text_the_last_tenth_of_train_is_held_out(tmp_path):
     train, held_out = both(write(tmp_path, train_txt="0123456789" * 10, test_txt="no" * 100))
     assert (train + held_out, len(held_out)) == ("0123456789" * 10, 10)
-    split, scored = load_to_evaluate(write(tmp_path / "all", train_txt="0123456789"), "text")
-    assert split == "all" and bytes(scored.held_out.numpy()) == b"0123456789"
-    assert scored.description.startswith("10 bytes (fingerprint ")
-    _, scored = load_to_evaluate(write(tmp_path / "two", train_txt="01"), "text")
-    assert bytes(scored.held_out.numpy()) == b"01"
-    _, scored = load_to_evaluate("synthetic", "text", 3)
-    assert bytes(scored.held_out.numpy()) == synthetic_text(3)
     made = sha256(synthetic_text(3, 500)).hexdigest()  # the same on every machine
     assert made.startswith("98c2a4ca940f8991") and synthetic_text(3) != synthetic_text(4)
+    for name, expected in (
+        (write(tmp_path / "all", train_txt="0123456789"), b"0123456789"),
+        (write(tmp_path / "two", train_txt="01"), b"01"),
+        ("synthetic", synthetic_text(3)),
+    ):
+        split, scored = load_to_evaluate(name, "text", 3)
+        assert (split, bytes(scored.held_out.numpy())) == ("all", expected)
+        assert scored.description.startswith(f"{len(expected):,} bytes (fingerprint ")
     with pytest.raises(UserError, match="has 1 bytes: too few"):
         load_to_evaluate(write(tmp_path / "short", train_txt="0"), "text")
 
 
 def test_rows_end_with_a_line_and_other_files_are_left_out(tmp_path):
     rows = as_lines("w", 20) + '{"text": "last\\n"}\n\n'
-    name = write(tmp_path / "b", README_md="no", data__x_ndjson=rows)
+    name = write(tmp_path / "rows", README_md="no", data__x_ndjson=rows)
     assert "".join(both(name)) == "".join(f"w{i}\n" for i in range(20)) + "last\n"
-
-
-def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "b.txt")
-    (tmp_path / "a.txt").write_text("words " * 20)
-    assert "".join(both(str(tmp_path))) == "words " * 20
+    name = write(tmp_path / "plain", a_txt="words " * 20)
+    os.mkfifo(f"{name}/b.txt")  # nobody waits for it
+    assert "".join(both(name)) == "words " * 20
     with pytest.raises(UserError, match="not a regular file"):
-        load_text(str(tmp_path / "b.txt"), "text", 4)
+        load_text(f"{name}/b.txt", "text", 4)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +88,7 @@ def test_a_text_that_is_a_fifo_is_not_waited_for(tmp_path):
         (
             "a.jsonl",
             b'{"title": "a", "body": "b"}\n',
-            "columns title, body; one needs text: give --text_column",
+            "columns title, body; one needs text: give --t",
         ),
         ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "row 0 of --dataset"),
         ("broken.parquet", b"PAR1 and nothing of the kind", "cannot load"),
@@ -124,19 +118,17 @@ def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, mo
     def load():
         return load_text(str(data), "text", 4)
 
-    data, cache = tmp_path / "data", tmp_path / "cache" / "text"
-    if kind == "rows":
-        write(data, a_jsonl=as_lines("words "))
-    else:
-        write(data, a_txt="0123456789" * 10, b_txt="abcdefghij" * 10)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "cache").write_text("a file")
+    data, cache = tmp_path / "data", tmp_path / "cache"
+    rows, files = dict(a_jsonl=as_lines("words ")), dict(a_txt="0123" * 25, b_txt="abcdefghij" * 10)
+    write(data, **(rows if kind == "rows" else files))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
+    cache.write_text("a file")
     with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE") as e:
         load()
     assert kind == "rows" or str(e.value).endswith(" (Not a directory)")  # not for want of space
-    (tmp_path / "cache").unlink()
+    cache.unlink()
     made = load()
-    (file,) = cache.iterdir()
+    (file,) = (cache / "text").iterdir()
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
         patched.setattr(cache_files.secrets, "token_hex", None)
         again = load()
@@ -144,9 +136,9 @@ def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, mo
     with file.open("r+b") as opened:
         opened.write(b"!")
     assert again.train[0] == ord("!")
-    os.utime(next(path for path in data.iterdir()), (1, 1))
+    os.utime(next(data.iterdir()), (1, 1))
     load()
-    assert len(list(cache.iterdir())) == 2
+    assert len(list((cache / "text").iterdir())) == 2
 
 
 # ------------------------------------------------------------------------------------------ windows
@@ -161,29 +153,20 @@ def test_held_out_windows_predict_every_byte_once():
 
 
 def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
+    """Also by persistent workers, which began with another."""
     data = torch.arange(250, dtype=torch.uint8)
     windows, cuts = Windows(data, 16, seed=3), set()
+    loader = torch.utils.data.DataLoader(
+        windows, len(windows), num_workers=1, persistent_workers=True, collate_fn=already_a_batch
+    )
     for epoch in range(8):
         windows.set_offset(epoch)
         read = windows.__getitems__(range(len(windows)))["inputs"].flatten()
         first = int(read[0])
         assert len(read) >= 250 - 2 * 16 and torch.equal(read, data[first : first + len(read)])
+        assert torch.equal(next(iter(loader))["inputs"].flatten(), read)
         cuts.add(first)
     assert len(cuts) >= 4
-
-
-def test_persistent_workers_read_from_another_place_in_every_epoch():
-    text = torch.arange(200, dtype=torch.uint8)
-    windows = Windows(text, 10, seed=3)
-    loader = torch.utils.data.DataLoader(
-        windows, 18, num_workers=1, persistent_workers=True, collate_fn=already_a_batch
-    )
-    starts = []
-    for epoch in range(3):
-        windows.set_offset(epoch)
-        starts.append(next(iter(loader))["inputs"][0, 0].item())
-        assert starts[-1] == windows.shift.item()
-    assert len(set(starts)) == 3
 
 
 # ------------------------------------------------------------------------------------------ streams

@@ -1,10 +1,8 @@
 """Streamed documents: the same batches on any number of processes, from any position."""
 
-import json
-
 import numpy as np
 import pytest
-from harness.chats import make_tokenizer, say, token_stream, write_rows
+from harness.chats import conversations, make_tokenizer, say, token_stream, write_rows
 from harness.data import global_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,51 +27,55 @@ def tokenizer():
 
 
 def test_a_validation_split_is_held_out_up_to_some_blocks(tmp_path, tokenizer, monkeypatch):
+    def held_out(tokenizer=tokenizer):
+        return load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
+
     for split, count in (("train", 20), ("val", 90)):
         rows = [{"text": f"{split} text {number}"} for number in range(count)]
         write_rows(tmp_path / f"{split}.jsonl", rows)
-    whole = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
+    whole = held_out()
     said = tokenizer.decode(whole.splits["val"].__getitems__([0])["input_ids"][0].tolist())
     assert whole.kind == "text" and "val text" in said and "train" not in said
     monkeypatch.setattr(module, "HELD_OUT_BLOCKS", 2)
-    some = load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
+    some = held_out()
     assert 16 < some.splits["val"].tokens < 4 * 16 < whole.splits["val"].tokens
     assert f"of which {some.splits['val'].tokens:,} tokens are held out" in some.description
-    (tmp_path / "val.jsonl").write_text('{"text": "a"}\n' * 3)
+    write_rows(tmp_path / "val.jsonl", [{"text": "a"}] * 3)
     with pytest.raises(UserError, match="has no token to predict in what is held out"):
-        load_held_out(str(tmp_path), TokenSettings(make_tokenizer(eos_token=None), 16))
+        held_out(make_tokenizer(eos_token=None))
 
 
 def test_what_cannot_be_streamed_is_one_line(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' * 3)
-    with pytest.raises(UserError, match=r"has no document that is held out .* too small to stream"):
-        load_held_out(str(tmp_path), TokenSettings(tokenizer, 16))
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": 5}\n')
-    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)
-    with pytest.raises(RunFailed, match=r"row 2 of --dataset .*\(train\)") as error:
-        next(iter(stream))
-    assert error.value.rank_variable is None  # each process says what it alone met
-    with pytest.raises(UserError, match="--subset de: only a Hub id has subsets"):
-        load_held_out(str(tmp_path), TokenSettings(tokenizer, 16, subset="de"))
-    rows = [{"messages": say("u hello" + " long" * 40, f"a {number}")} for number in range(20)]
-    write_rows(tmp_path / "a.jsonl", rows)
-    stream = token_stream(str(tmp_path), tokenizer, 16, 1, lanes=1, buffer=4)
-    with pytest.raises(RunFailed, match="lane 0 of the stream has nothing to learn"):
-        next(iter(stream))
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    for subset, says in (
+        (None, "has no document that is held out .* too small to stream"),
+        ("de", "--subset de: only a Hub id has subsets"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_held_out(path, TokenSettings(tokenizer, 16, subset=subset))
+    chats = [{"messages": say("u hello" + " long" * 40, f"a {number}")} for number in range(20)]
+    for rows, says in (
+        ([{"text": "one"}, {"text": "two"}, {"text": 5}], r"row 2 of --dataset .*\(train\)"),
+        (chats, "lane 0 of the stream has nothing to learn"),
+    ):
+        write_rows(tmp_path / "a.jsonl", rows)
+        with pytest.raises(RunFailed, match=says) as error:
+            next(iter(token_stream(path, tokenizer, 16, 1, lanes=1, buffer=4)))
+        assert error.value.rank_variable is None  # each process says what it alone met
 
 
 def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
     """Which documents share a block, which tokens are targets, and what is left out."""
     turns = [(f"u {number}", "a " + "long" * (30 * (number % 4 == 0))) for number in range(160)]
-    rows = [json.dumps({"messages": say(user, f"{answer} so")}) for user, answer in turns]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    rows = [{"messages": say(user, f"{answer} so")} for user, answer in turns]
+    path = write_rows(tmp_path / "a.jsonl", rows)
 
     def read(**options):
-        stream = token_stream(str(tmp_path), tokenizer, 64, 12, lanes=1, buffer=20, **options)
+        stream = token_stream(path, tokenizer, 64, 12, lanes=1, buffer=20, **options)
         batch = next(iter(stream))
         return tokenizer.batch_decode(batch["input_ids"]), (batch["targets"] >= 0).sum().item()
 
-    held = load_held_out(str(tmp_path), TokenSettings(tokenizer, 64))
+    held = load_held_out(path, TokenSettings(tokenizer, 64))
     assert held.kind == "messages" and held.splits["val"].prompts(100)
     texts, targets = read()
     assert max(text.count("user") for text in texts) > 1 and any("long" in text for text in texts)
@@ -84,14 +86,12 @@ def test_options_of_a_stream_decide_about_its_blocks(tmp_path, tokenizer):
 def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
     """Also if no row is left of the pass, or only rows without documents."""
     rows = [{"text": f"text {number} of some"} for number in range(4)] + [{"text": ""}] * 2
-    write_rows(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
 
     def read(count, position=None):
         # A buffer is one document, so that some begin behind the last one.
-        stream = token_stream(str(tmp_path), tokenizer, 8, 1, lanes=1, buffer=1, position=position)
-        parts = [batch for batch, _ in zip(stream, range(count), strict=False)]
-        found = [batch["input_ids"].tolist() for batch in parts]
-        return found, json.loads(json.dumps(parts[-1]["position"]))
+        stream = token_stream(path, tokenizer, 8, 1, lanes=1, buffer=1, position=position)
+        return global_batches([iter(stream)], "input_ids", count)
 
     whole, position = read(30)
     assert position["0"]["buffers"] > 4
@@ -109,9 +109,9 @@ MIXED, WEIGHTS = 4, [3.0, 1.0]
 def sources(tmp_path_factory):
     """Files with 40 conversations, which are soon exhausted, and with 200 texts."""
     folder = tmp_path_factory.mktemp("sources")
-    chats = [{"messages": say(f"u ask {n}", "a " + "word " * (1 + n % 7))} for n in range(40)]
     texts = [{"text": f"text {n}" + " of some words" * (1 + n % 9)} for n in range(200)]
-    return [write_rows(folder / "chats.jsonl", chats), write_rows(folder / "texts.jsonl", texts)]
+    chats = write_rows(folder / "chats.jsonl", conversations(range(40)))
+    return [chats, write_rows(folder / "texts.jsonl", texts)]
 
 
 @pytest.fixture(scope="module")

@@ -46,19 +46,26 @@ def targets(blocks):
     return batch["targets"][batch["targets"] >= 0].tolist()
 
 
-def test_conversations_become_blocks(tokenizer, tmp_path):
-    corpus = load(chats(tmp_path / "a.jsonl"), tokenizer, 64)
-    assert corpus.kind == "messages" and set(corpus.splits) == {"train", "val"}
+@pytest.mark.parametrize("kind", ["messages", "prompt"])
+def test_rows_become_blocks(kind, tokenizer, tmp_path):
+    path = chats(tmp_path / "a.jsonl")
+    if kind == "prompt":
+        rows = [{"prompt": f"{i}: ", "completion": f"what {i}"} for i in range(40)]
+        write_rows(tmp_path / "a.jsonl", rows)
+    corpus = load(path, tokenizer, 64)
+    assert corpus.kind == kind and set(corpus.splits) == {"train", "val"}
     said = "".join(tokenizer.decode(targets(blocks)) for blocks in corpus.splits.values())
     assert sorted(said.split("<|im_end|>")[:-1]) == sorted(f"what {i}" for i in range(40))
     assert corpus.splits["val"].bytes is None
-    assert corpus.description.startswith("36 train and 4 val conversations, ")
+    noun = {"messages": "conversations", "prompt": "prompts with completions"}[kind]
+    assert corpus.description.startswith(f"36 train and 4 val {noun}, ")
     counted = sum(blocks.tokens for blocks in corpus.splits.values())
     assert f" {counted:,} tokens (fingerprint " in corpus.description
-    prompt, answer = corpus.splits["train"].prompts(1)[0]
-    assert tokenizer.decode(prompt).endswith("assistant\n")
-    assert tokenizer.decode(answer).startswith("what ")
     assert f"{corpus.splits['train'].target_tokens:,} targets" in "".join(corpus.details)
+    prompt, answer = map(tokenizer.decode, corpus.splits["train"].prompts(1)[0])
+    number = answer.removesuffix("<|im_end|>").removeprefix("what ")
+    asked = f"user\n{number} hello<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.endswith(asked if kind == "messages" else f"{number}: ")
 
 
 def test_the_end_of_a_single_text_is_held_out(tokenizer, tmp_path, monkeypatch):
@@ -103,41 +110,33 @@ def test_only_what_decides_about_tokens_makes_them_anew(tmp_path, cache, monkeyp
 
 
 def test_what_is_left_out_is_said(tokenizer, tmp_path):
-    rows = [{"messages": say("u hello", "a what")}] * 20
+    rows = [{"messages": say("u hello", "a what")} for _ in range(20)]
     rows[3] = {"messages": say("u hello")}
     rows[5] = {"messages": []}
     rows[7] = {"messages": say("u " + "hello " * 99, "a what")}  # its answer is cut off
     rows[9] = {"messages": say("u hello", "a " + "what " * 99)}
     rows[13] = {"messages": None}
-    rows[14] = {"messages": say("u hello", "a what")}
     rows[14]["messages"][1] |= {"weight": 1, "trian": False, "time zone": "here"}
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text() + "\n")
-    corpus = load(path, tokenizer, 64, val_fraction=0)
+    path = tmp_path / "a.jsonl"
+    write_rows(path, rows)
+    path.write_text(path.read_text() + "\n")
+    corpus = load(str(path), tokenizer, 64, val_fraction=0)
     assert set(corpus.splits) == {"train"} and corpus.description.startswith("17 train conv")
     details = "\n".join(corpus.details)
     assert "conversations without an answer: 4 (row 3)" in details
     assert "1 truncated, 1 no targets" in details
     assert "not read, as the chat template does not: 'time zone', 'trian'" in details
-
-
-def test_empty_documents_are_left_out(tokenizer, tmp_path):
-    rows = [{"text": text} for text in ("hello", "", None, " \n", "world", "what")]
-    corpus = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 8)
+    write_rows(path, [{"text": text} for text in ("hello", "", None, " \n", "world", "what")])
+    corpus = load(str(path), make_tokenizer(eos_token=None), 8)
     assert corpus.description.startswith("2 train and 1 val documents")
-    assert any("empty documents: 3 (row 1)" in line for line in corpus.details)
-    assert not any("not read" in line for line in corpus.details)
-    endless = load(str(tmp_path / "a.jsonl"), make_tokenizer(eos_token=None), 8)
-    assert any("end without one" in line for line in endless.details)
-
-
-def test_prompts_and_completions(tokenizer, tmp_path):
-    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(20)]
-    corpus = load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 32)
-    prompt, answer = corpus.splits["train"].prompts(1)[0]
-    assert int(tokenizer.decode(prompt).removesuffix("+1=")) + 1 == int(
-        tokenizer.decode(answer, skip_special_tokens=True)
-    )
+    details = "\n".join(corpus.details)
+    assert "empty documents: 3 (row 1)" in details and "not read" not in details
+    assert "end without one" in details
+    (folder := tmp_path / "splits").mkdir()
+    for split, numbers in (("train", range(10)), ("val", range(8, 12))):
+        write_rows(folder / f"{split}.jsonl", [{"text": f"a text {i}"} for i in numbers])
+    details = load(str(folder), tokenizer, 16).details
+    assert "val: equal documents are in train: 2 (row 0)" in details
 
 
 def held_out(contents, rows=None, **settings):
@@ -150,7 +149,7 @@ def held_out(contents, rows=None, **settings):
     return set(chosen["row"].tolist())
 
 
-def test_the_held_out_rows_are_chosen_by_the_seed():
+def test_the_held_out_rows_are_chosen_by_the_seed(tokenizer, tmp_path):
     rows = np.repeat(np.arange(100), 2)
     chosen = held_out(rows, rows)
     assert len(chosen) == 10 and held_out(rows[::-1], rows[::-1]) == chosen
@@ -160,19 +159,9 @@ def test_the_held_out_rows_are_chosen_by_the_seed():
     contents = np.arange(100) % 50  # equal rows are on one side
     chosen = contents[list(held_out(contents, val_fraction=0.2))]
     assert len(chosen) == 20 and len(set(chosen.tolist())) == 10
-
-
-@pytest.mark.parametrize("rows", [[{"text": "a"}, {"text": ""}], [{"messages": say("u a")}] * 3])
-def test_one_document_cannot_be_divided(rows, tokenizer, tmp_path):
-    with pytest.raises(UserError, match="has one document"):
-        load(write_rows(tmp_path / "a.jsonl", rows), tokenizer, 16)
-
-
-def test_documents_that_are_held_out_and_trained_on_are_counted(tokenizer, tmp_path):
-    for split, numbers in (("train", range(10)), ("val", range(8, 12))):
-        write_rows(tmp_path / f"{split}.jsonl", [{"text": f"a text {i}"} for i in numbers])
-    details = load(str(tmp_path), tokenizer, 16).details
-    assert "val: equal documents are in train: 2 (row 0)" in details
+    for some in ([{"text": "a"}, {"text": ""}], [{"messages": say("u a")}] * 3):
+        with pytest.raises(UserError, match="has one document"):
+            load(write_rows(tmp_path / "a.jsonl", some), tokenizer, 16)
 
 
 # --------------------------------------------------------------------------------------- shards
@@ -187,26 +176,19 @@ def shards_of(size):
     return Shards(replace(ROWS, shard_size=size), ENCODER, "messages")
 
 
-def equal(one, other):
-    pairs = zip([*one[0], one[1]], [*other[0], other[1]], strict=True)
-    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
-
-
 @pytest.mark.parametrize(("size", "cores"), [(1, 1), (7, 2), (13, 1), (26, 2)])
 def test_shards_have_the_tokens_of_all_rows(size, cores, tmp_path, monkeypatch):
-    folder = tmp_path / "cache" / "tokens"
     monkeypatch.setattr(tokens.devices, "cores", lambda: cores)
-    whole = tokenize(ROWS, ENCODER, "messages")
-    (file,) = folder.iterdir()
-    content = file.read_bytes()
-    file.unlink()
-    assert equal(tokenize(replace(ROWS, shard_size=size), ENCODER, "messages"), whole)
-    (same,) = folder.iterdir()  # those of the shards are removed
-    assert same == file and same.read_bytes() == content
-    stream, segments = whole
+    stream, segments = tokenize(ROWS, ENCODER, "messages")
     assert stream.is_target.any() and len(stream.tokens) == segments["length"].sum()
     assert segments["row"].tolist() == list(range(26)) and segments["length"][25] == 0
     assert len(set(segments["digest"].tolist())) == 26
+    (file,) = (tmp_path / "cache" / "tokens").iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    tokenize(replace(ROWS, shard_size=size), ENCODER, "messages")
+    (same,) = file.parent.iterdir()  # those of the shards are removed
+    assert same == file and same.read_bytes() == content
 
 
 def test_what_is_done_is_not_done_again(cache, monkeypatch):

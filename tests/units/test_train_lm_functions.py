@@ -79,13 +79,9 @@ def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_prompts_of_any_length_are_answered_as_each_alone(script, kind, monkeypatch):
     """25 at a time, with all weights of a sharded model; no token is for padding."""
-    sizes = dict(vocab_size=259, num_hidden_layers=1, hidden_size=16, num_attention_heads=2)
-    sizes |= dict(max_position_embeddings=64, bos_token_id=None, eos_token_id=None)
-    config = transformers.AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    changes = dict(vocab_size=259, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False)
+    model = make_model(kind, **changes)
     with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(20 if weight.ndim > 1 else 1)
         model.lm_head.weight[:250] = 0  # it often writes special tokens
     script.lm_loss.chunk_loss(model)
     tokenizer = causal_lm.byte_tokenizer()
@@ -189,21 +185,19 @@ def test_what_is_not_installed_is_named(script, monkeypatch):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_embeddings_and_vectors_have_no_weight_decay(script, kind, tied):
-    sizes = dict(vocab_size=9, num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
-    config = transformers.AutoConfig.for_model(kind, **sizes, tie_word_embeddings=tied)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = make_model(kind, tie_word_embeddings=tied)
     frozen = next(weight for weight in model.parameters() if weight.ndim == 1).requires_grad_(False)
     optimizer = script.build_optimizer(model, SimpleNamespace(lr=1.0, weight_decay=0.1))
     assert optimizer.defaults["betas"] == (0.9, 0.95) and optimizer.defaults["fused"] is True
     decayed, others = optimizer.param_groups
     assert (decayed["lr"], others["lr"]) == (1.0, 1.0)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    trained = {name: weight for name, weight in model.named_parameters() if weight is not frozen}
-    looked_up = ("embed_tokens.weight", "wte.weight", "wpe.weight")
-    for name, weight in trained.items():
-        group = others if weight.ndim == 1 or name.endswith(looked_up) else decayed
-        assert any(weight is some for some in group["params"]), name
-    assert len(decayed["params"]) + len(others["params"]) == len(trained)
+    looked_up, groups = ("embed_tokens.weight", "wte.weight", "wpe.weight"), {}
+    for name, weight in model.named_parameters():
+        if weight is not frozen:
+            is_decayed = weight.ndim > 1 and not name.endswith(looked_up)
+            groups.setdefault(is_decayed, set()).add(weight)
+    assert (set(decayed["params"]), set(others["params"])) == (groups[True], groups[False])
 
 
 @pytest.mark.parametrize(("tied", "frozen"), [(True, False), (False, False), (False, True)])

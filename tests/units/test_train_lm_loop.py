@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from harness.chats import make_tokenizer, say, write_rows
-from harness.launches import load_script, metrics, results
-from safetensors.torch import load_file
+from harness.chats import conversations, make_tokenizer, write_rows
+from harness.language_models import make_config
+from harness.launches import column, final_weights, load_script, metrics, results
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -17,17 +17,14 @@ STEPS = "--block_size 32 --batch_size 4 --lr 0.01 --max_train_steps 4 --log_ever
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Conversations of very different length, texts, and models with and without dropout."""
+    """Conversations, texts, and models with and without dropout."""
     folder = tmp_path_factory.mktemp("train_lm")
-    answers = ["w " * (1 + number * number % 17) for number in range(120)]
-    chats = [{"messages": say(f"u Say {n}.", f"a {said}")} for n, said in enumerate(answers)]
+    write_rows(folder / "chats.jsonl", conversations(range(120)))
     texts = [{"text": f"text {n} of words " * (1 + n % 3)} for n in range(120)]
-    write_rows(folder / "chats.jsonl", chats)
     write_rows(folder / "texts.jsonl", texts)
-    sizes = dict(vocab_size=330, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     for name, dropout in (("plain", 0.0), ("dropout", 0.2)):
         parts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-        transformers.GPT2Config(**sizes, **parts).save_pretrained(folder / name)
+        make_config("gpt2", vocab_size=330, **parts).save_pretrained(folder / name)
         make_tokenizer().save_pretrained(folder / name)
     return folder
 
@@ -47,16 +44,11 @@ def train(folder, tmp_path, monkeypatch):
     return run
 
 
-def column(run, name, split="train"):
-    return [line.get(name) for line in metrics(run, split)]
-
-
 def test_a_restart_draws_the_same_dropout_masks(train, monkeypatch):
     """Which differ for each micro-batch and each step."""
     script, drawn = load_script("train_lm"), []
     compute = script.compute_loss
-    words = "--gradient_accumulation_steps 2 --checkpoint_every 1"
-    words += " --wait_for_checkpoints"
+    words = "--gradient_accumulation_steps 2 --checkpoint_every 1 --wait_for_checkpoints"
 
     def compute_loss(model, batch, per_block=False):
         if model.training:
@@ -77,8 +69,7 @@ def test_a_restart_draws_the_same_dropout_masks(train, monkeypatch):
     stopped = train("stopped", words, "dropout")
     assert results(stopped)["resumed_from"] == 2 and drawn[-4:] == masks[-4:]
     assert column(stopped, "loss") == column(whole, "loss")
-    weights, others = (load_file(run / "model" / "model.safetensors") for run in (whole, stopped))
-    assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    assert final_weights(stopped) == final_weights(whole)
     assert column(stopped, "loss", "val") == column(whole, "loss", "val")
 
 

@@ -64,6 +64,8 @@ def test_images_are_kept_on_the_device(folder):
     channels = data["train"].images.double().transpose(0, 1).flatten(1)
     torch.testing.assert_close(mean, channels.mean(1).float())
     torch.testing.assert_close(std, channels.std(1, correction=0).float())
+    data["train"].images[:, 2] = 7
+    assert [float(value[2]) for value in data["train"].mean_and_std()] == [7, 1]
     for split in on_device(accelerator(device="meta"), data).values():
         assert split.images.device.type == split.labels.device.type == "meta"
     assert torch.equal(on_device(accelerator(), data)["val"].images, data["val"].images)

@@ -61,7 +61,7 @@ class Split:
         share /= share.sum(1, keepdim=True)
         mean = share @ levels
         variance = (share * (levels - mean[:, None]).square()).sum(1)
-        return mean.float(), variance.sqrt().float()
+        return mean.float(), variance.clamp(min=1).sqrt().float()  # a channel may be constant
 
 
 def on_device(accelerator, splits):

@@ -202,9 +202,6 @@ def main():
         now = time.perf_counter()
         seconds.append(now - start_time)
         start_time = now
-    if torch.distributed.is_initialized():
-        # Without it, a process that uses gloo occasionally aborts at exit.
-        torch.distributed.destroy_process_group()
     if process.is_main():
         print(json.dumps({"seconds": seconds, "results": results}))
 

@@ -4,7 +4,6 @@ again.
 
 import contextlib
 import json
-import os
 import pickle
 import re
 import shutil
@@ -14,6 +13,7 @@ from hashlib import sha256
 import psutil
 import pytest
 from harness.data import SMALL_DATA
+from harness.fakes import Bomb
 from harness.launches import (
     CIFAR,
     ENDLESS,
@@ -198,16 +198,6 @@ def test_only_damaged_checkpoints_are_an_error_not_a_new_start(interrupted, tmp_
     done = run(None, CIFAR, SMALL, output_dir=tmp_path / "run", check=False)
     assert done.returncode == 2 and "error: all checkpoints in" in done.stderr
     assert checkpoints(tmp_path / "run") == [7, 8]
-
-
-class Bomb:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.marker}",)
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl"])

@@ -24,7 +24,7 @@ class Tensor:
     __del__ = lambda self, abort=os.abort: abort()
 sys.tensor = Tensor()
 process.handle_signals()
-atexit.register(print, "one of a library")
+atexit.register(print, "one of a library", end="")
 entry.run(lambda: print("done"))
 """
 
@@ -61,7 +61,7 @@ def ends(monkeypatch):
 def test_a_process_that_is_done_skips_finalization_and_no_exit_function(tmp_path):
     (tmp_path / "script.py").write_text(ABORTS)
     ended = run(None, "script.py", root=tmp_path, cold=True)
-    assert ended.stdout == "done\none of a library\n" and not ended.stderr
+    assert ended.stdout == "done\none of a library" and not ended.stderr
 
 
 def test_garbage_is_collected_again_after_the_imports():

@@ -254,5 +254,12 @@ def test_rows_may_name_files_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     rows, kinds = {"image": images, "label": [0, 1] * 4}, dict(image=STRUCT, label=NUMBER)
     file = write_parquet(tmp_path / "d" / "a.parquet", rows, typed=False, **kinds)
     refused("is not in the folder of the table", file)
+    with monkeypatch.context() as patch:  # a table of the Hub may name none where the script runs
+        features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+        table = datasets.Dataset.from_dict(rows, features=features)
+        found = datasets.DatasetDict(train=table)
+        patch.setattr("utils.images.tables.load_table", lambda *_, **__: found)
+        patch.chdir(tmp_path)
+        refused("is not in the folder of the table", "someone/rows")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
     assert sum(sizes(find_images(file, val_fraction=0.25)).values()) == 8

@@ -559,7 +559,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
     if args.streaming:
         train_set = open_stream(accelerator, run.progress.get("position"), args)
@@ -643,7 +643,6 @@ def main():
     run.finish(step, **results, **counts, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command(Path(__file__).name, "--sample", run.path, "--prompt", "The "))
     accelerator.end_training()
 

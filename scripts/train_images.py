@@ -429,7 +429,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights  # a run that continues has its own
@@ -512,7 +512,6 @@ def main():
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(config, args))
         trackers.log_images(write_outputs(run, config, data, samples), step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
 

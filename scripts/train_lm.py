@@ -549,7 +549,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
     train_set = open_sources(accelerator, tokenizer, config, train_set, position, args)
@@ -629,7 +629,6 @@ def main():
     results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, **counts, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
-    model_card.upload(run.path, args.push_to_hub)
     example = example_prompt(tokenizer, data, prompts)
     run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", example))
     accelerator.end_training()

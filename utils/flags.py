@@ -7,7 +7,6 @@ import argparse
 from pathlib import Path
 
 from utils.compilation import MODES
-from utils.report.model_card import check_repository
 from utils.run.arguments import Parser, frozen
 from utils.run.domains import number
 from utils.run.failures import UserError
@@ -26,7 +25,6 @@ MAY_CHANGE = {
     "track",
     "compile",
     "gradient_accumulation_steps",
-    "push_to_hub",
 }
 # Each flag that `add` knows, as the options of `add_argument`.
 FLAGS = {
@@ -55,9 +53,6 @@ FLAGS = {
         action="store_true",
         help="wait until each checkpoint is on disk, instead of writing a copy of the state in "
         "the background; saves the memory of the copy",
-    ),
-    "push_to_hub": dict(
-        metavar="REPO", help="upload the finished run to this model repository of the Hub"
     ),
     "track": dict(
         default="tensorboard",
@@ -97,7 +92,7 @@ FLAGS = {
     ),
 }
 OPTIMIZER = ("weight_decay", "max_grad_norm", "gradient_accumulation_steps")
-EXTRAS = ("wait_for_checkpoints", "push_to_hub", "track", "profile")
+EXTRAS = ("wait_for_checkpoints", "track", "profile")
 
 
 def add(group, *names, **defaults):
@@ -153,7 +148,7 @@ def parse_with_checks(parser, fits=False):
             "--checkpoint_every 0"
         )
     if args.dry_run or args.overfit_batch:
-        args.push_to_hub = args.patience = None
+        args.patience = None
     folder = Path(args.output_dir)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     if args.dry_run:
@@ -166,8 +161,6 @@ def parse_with_checks(parser, fits=False):
         # By default an epoch, which is one step.
         args.checkpoint_every = args.checkpoint_every or 0
         args.eval_every = args.eval_every or args.max_train_steps
-    if args.push_to_hub:
-        check_repository(args.push_to_hub)
     return args
 
 

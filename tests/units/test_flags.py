@@ -35,7 +35,6 @@ TEXTS = {
     "output_dir": "runs/train_it",
     "resume": "auto",
     "init_from": None,
-    "push_to_hub": None,
     "dataset": None,
     "track": "tensorboard",
     "compile": None,
@@ -119,15 +118,12 @@ def test_limits(flag):
         (["--eval_every", 9], ("runs/a/", None, 9, None, None)),
     ],
 )
-def test_a_quick_run_has_its_own_folder_and_is_not_published(words, expected, monkeypatch):
-    checked, quick = [], words[0] != "--eval_every"
-    monkeypatch.setattr(flags, "check_repository", checked.append)
-    words = ["--push_to_hub", "me/it", "--patience", 3, *words]
+def test_a_quick_run_has_its_own_folder_and_no_patience(words, expected):
+    quick, words = words[0] != "--eval_every", ["--patience", 3, *words]
     args = parse("--output_dir", "runs/a/", *words)
     steps = (args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every)
     assert (args.output_dir, *steps) == expected
-    assert (args.push_to_hub, args.patience) == ((None, None) if quick else ("me/it", 3))
-    assert checked == ([] if quick else ["me/it"])
+    assert args.patience == (None if quick else 3)
     if quick:  # also of a folder that is named by dots
         kind = expected[0].removeprefix("runs/a")
         assert parse(*words, "--output_dir", ".").output_dir == f"{Path.cwd()}{kind}"

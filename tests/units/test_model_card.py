@@ -1,21 +1,18 @@
-"""The model card of a run, whose code is run here, and its upload. (promises/test_push_to_hub.py)"""
+"""The model card of a run, whose code is run here."""
 
 import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from harness.launches import ROOT, load_script
-from huggingface_hub.utils import filter_repo_objects
 from PIL import Image
 
 from utils.images.augment import normalize
 from utils.report import model_card
 from utils.run import weights
-from utils.run.failures import UserError
 
 
 def card_of(script, card):
@@ -100,7 +97,7 @@ def test_a_card(tmp_path, capsys, monkeypatch):
     )
     assert "history. `model.safetensors` has the weights;" in rest
     assert "\n\n## Use\n\nuse it\n\nTo run it without any of its code" in rest
-    assert rest.endswith("scripts/recipes/onnx.diff\n    python scripts/export.py THIS_FOLDER\n")
+    assert "scripts/recipes/onnx.diff\n    python scripts/export.py THIS_FOLDER\n\nTo share" in rest
     # Of a script that says nothing.
     weights.export(tmp_path, torch.nn.Linear(2, 2), {"model": "net", "class_names": ["a", "b"]})
     run.record = {**RECORD, "arguments": {"batch_size": 1}}
@@ -131,54 +128,3 @@ def test_the_command_is_for_a_script_that_is_there(tmp_path, monkeypatch):
     (tmp_path / "my scripts" / "look.py").touch()
     words = ["python", str(tmp_path / "my scripts" / "look.py"), "my run", "--prompt", "The "]
     assert shlex.split(model_card.command("look.py", Path("my run"), "--prompt", "The ")) == words
-
-
-# -------------------------------------------------------------------------------------- the Hub
-
-KEPT = "README.md args.json curves.png model.safetensors tensorboard/a/events".split()
-TOP = "config.json adapter_model.safetensors".split()  # where transformers and peft look for them
-LEFT = ".lock checkpoints/step_00000001/model.safetensors profile/trace.json".split()
-
-
-def test_a_repository_needs_a_name_and_a_token(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_x")
-    with pytest.raises(UserError, match="--push_to_hub a/b/c: "):
-        model_card.check_repository("a/b/c")
-    model_card.check_repository("a/b")
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    with pytest.raises(UserError, match="--push_to_hub a/b needs a token of the Hub: run `hf auth"):
-        model_card.check_repository("a/b")
-
-
-def test_everything_but_the_checkpoints_is_uploaded(tmp_path, monkeypatch, capsys):
-    for name in (*KEPT, *(f"adapter/{name}" for name in TOP), *LEFT):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    uploaded = {}
-
-    class Api:
-        def create_repo(self, repo, exist_ok):
-            assert exist_ok
-            return huggingface_hub.RepoUrl(f"https://huggingface.co/{repo}")
-
-        def upload_folder(self, repo_id, folder_path, ignore_patterns=()):
-            files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
-            names = [str(path.relative_to(folder_path)) for path in files]
-            kept = filter_repo_objects(names, ignore_patterns=ignore_patterns)
-            uploaded.setdefault(repo_id, set()).update(kept)
-            return "https://huggingface.co/me/model"
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    model_card.upload(tmp_path, None)
-    monkeypatch.setenv("RANK", "1")
-    model_card.upload(tmp_path, "me/model")
-    assert not uploaded
-    monkeypatch.setenv("RANK", "0")
-    model_card.upload(tmp_path, "me/model")
-    assert uploaded == {"me/model": {*KEPT, *TOP}}
-    assert "uploaded to https://huggingface.co/me/model" in capsys.readouterr().out
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: [][0])
-    model_card.upload(tmp_path, "me/model")
-    again = f"To try again, run the same command, or: hf upload me/model {tmp_path}\n"
-    line = f"warning: could not upload to me/model: list index out of range. {again}"
-    assert capsys.readouterr().err == line

@@ -1,4 +1,4 @@
-"""The model card of a run: how good the model is, how to load it; uploads all of it to the Hub."""
+"""The model card of a run: how good the model is, how to load and share it."""
 
 import html
 import re
@@ -9,13 +9,10 @@ from pathlib import Path
 import yaml
 
 from utils.report.output import optional
-from utils.run.failures import UserError
 from utils.run.files import write_text
-from utils.run.output import one_line, plural, warn
-from utils.run.process import is_main
+from utils.run.output import one_line, plural
 
-NOT_UPLOADED = ["checkpoints/*", "profile/*", ".*"]
-# Folders in the formats of transformers and peft, which the Hub expects at the top.
+# Folders in the formats of transformers and peft.
 AT_THE_TOP = MODEL, ADAPTER = "model", "adapter"
 
 CARD = """---
@@ -38,6 +35,8 @@ their history. {weights}
 ## Use
 
 {usage}
+
+To share it: `hf upload you/model THIS_FOLDER . --exclude "checkpoints/*"`
 """
 
 WEIGHTS = (
@@ -128,50 +127,3 @@ def _rows(results):
             error = results.get(f"{name}_standard_error")
             spread = "" if error is None else f" ± {error:{form}}"
             yield f"| {name.replace('_', ' ')} | {value:{form}}{spread} |"
-
-
-# -------------------------------------------------------------------------------------- the Hub
-
-
-def check_repository(repo):
-    """Raises UserError if nothing can be uploaded to `repo`: its name is invalid, or no token."""
-    from huggingface_hub import get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(f"--push_to_hub {repo}: {str(error).splitlines()[0]}") from None
-    if not get_token():
-        raise UserError(
-            f"--push_to_hub {repo} needs a token of the Hub: run `hf auth login`, or export "
-            "HF_TOKEN=..."
-        )
-
-
-def upload(folder, repo):
-    """Uploads a run without its checkpoints to a model repository, which is made if necessary.
-
-    Only the main process does. If that fails, it prints a warning: the run itself is complete.
-
-    Args:
-        folder (Path): that of the run.
-        repo (str | None): the value of `--push_to_hub`.
-    """
-    if repo is None or not is_main():
-        return
-    from huggingface_hub import HfApi
-
-    try:
-        name = HfApi().create_repo(repo, exist_ok=True).repo_id
-        parts = [part for part in AT_THE_TOP if (Path(folder) / part).is_dir()][:1]
-        for part in parts:
-            HfApi().upload_folder(repo_id=name, folder_path=Path(folder) / part)
-        ignored = NOT_UPLOADED + [f"{part}/*" for part in AT_THE_TOP]
-        address = HfApi().upload_folder(repo_id=name, folder_path=folder, ignore_patterns=ignored)
-        print(f"uploaded to {address}")
-    except Exception as error:  # no network, no permission, no space there: nothing is lost
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        again = f"run the same command, or: hf upload {repo} {folder}"
-        warn(f"could not upload to {repo}: {reason[0]}. To try again, {again}")

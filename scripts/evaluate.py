@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import flags, weight_files
+from utils import checkpoint_weights, flags, weight_files
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
@@ -83,7 +83,7 @@ def main():
 
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
-    saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
+    saved = run_on_main(accelerator, lambda: checkpoint_weights.read(args.run))
     known = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
@@ -552,8 +552,6 @@ def load_state(model, saved, description):
         model.load_state_dict(weight_files.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        if prefix := weight_files.shared_prefix(saved.state):
-            reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 

@@ -24,6 +24,7 @@ If you copy this script, also copy the script of the run, which defines its mode
 train_images.py).
 """
 
+import contextlib
 import csv
 import importlib
 import io
@@ -59,7 +60,6 @@ from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate
 from utils.report.model_card import AT_THE_TOP
-from utils.report.output import writing_to
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
 from utils.run.collectives import run_on_all, run_on_main
@@ -533,6 +533,18 @@ def load_data(accelerator, args, saved, load):
                 break
         raise UserError(f"--dataset {name} has other classes than {saved.file}: {difference}")
     return data
+
+
+@contextlib.contextmanager
+def writing_to(folder):
+    """Makes the folder of the output, and yields its path; an OSError in the block is one line."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
 
 
 def is_same(name, recorded):

@@ -54,7 +54,6 @@ from utils.language.packing import TokenSettings
 from utils.language.tokens import count_lanes, load_held_out, load_tokens, open_stream
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
 from utils.run.arguments import Parser, frozen
@@ -510,7 +509,7 @@ TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
     """Writes the samples, the curves and the model card of a finished run."""
-    with optional("sample.txt"):
+    with plots.optional("sample.txt"):
         if accelerator.is_main_process or accelerator.is_fsdp2:
             text = show_samples(model, tokenizer, prompts)
         if accelerator.is_main_process:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from utils.report.output import optional
+from utils.report.plots import optional
 from utils.run.files import write_text
 from utils.run.output import one_line, plural
 

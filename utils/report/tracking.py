@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProfileKwargs
 
-from utils.report.output import optional
+from utils.report.plots import optional
 from utils.run.failures import UserError
 
 

@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 from utils import evaluation, flags, schedule
 from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
-from utils.data.loaders import explain, loader_options
+from utils.data.loaders import explain, fit_batch_size, loader_options
 from utils.data.permutation import EpochSampler
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.evaluation import Progress
@@ -232,7 +232,7 @@ def fit_batch(accelerator, data, args):
         tuple: the arguments, with that batch size; the data, for --overfit_batch those of a batch.
     """
     blocks = None if isinstance(data.train_set, list) else len(data.train_set)
-    args = flags.fit_batch(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
+    args = fit_batch_size(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
     elastic.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     if args.overfit_batch:
         batch = data.train_set.first(args.batch_size)
@@ -792,7 +792,7 @@ def parse_args():
     parser.set_defaults(lr=2e-4 if has_lora or flags.choice(parser, "adapter") else 2e-5)
     if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
-    args = flags.parse_with_checks(parser, fits=True)
+    args = flags.parse_with_checks(parser)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from utils import flags
+from utils.data import loaders
 from utils.run import arguments
 from utils.run.arguments import CONTINUE_RULE, Parser
 from utils.run.failures import UserError
@@ -173,12 +174,10 @@ def test_only_a_default_batch_size_follows_the_data(words, samples, power, batch
     sys.argv[1:] = words.split()
     parser = built()
     parser.set_defaults(batch_size=64, lr=2e-4)
-    args = flags.parse_with_checks(parser, fits=True)
-    fitted = flags.fit_batch(args, samples, power)
-    assert (fitted.batch_size, fitted.lr) == (batch_size, pytest.approx(lr))
-    changed = {"batch_size", "lr", "defaults"}
-    same = {name: value for name, value in vars(args).items() if name not in changed}
-    assert same.items() <= vars(fitted).items() and "defaults" not in vars(fitted)
+    args = flags.parse_with_checks(parser)
+    fitted = loaders.fit_batch_size(args, samples, power)
+    changed = {"batch_size": batch_size, "lr": pytest.approx(lr)}
+    assert vars(fitted) == vars(args) | changed
     line = capsys.readouterr().out
     assert (f"batch size {batch_size} instead of 64" in line) == (batch_size != 64)
     assert ("--lr" in line) == (batch_size != 64 and not words)

@@ -16,10 +16,7 @@ from utils.run.output import one_line, plural
 AT_THE_TOP = MODEL, ADAPTER = "model", "adapter"
 
 CARD = """---
-library_name: {library}
-{metadata}tags:
-- {tag}
----
+{metadata}---
 
 # {title}
 
@@ -56,51 +53,43 @@ tensors = load_file("model.safetensors")  # name -> tensor
 ```"""
 
 
+@optional("the model card README.md")
 def write(run, **about):
-    """Writes the model card of a finished run; an error costs it and a warning. Main process only.
+    """Writes the card README.md of a finished run: Markdown with metadata for the Hub.
+
+    On the main process only; an error costs the card and a warning.
 
     Args:
         run (RunFolder): after `finish`.
-        about: as for `render`.
-    """
-    with optional("the model card README.md"):
-        write_text(run.path / "README.md", render(run.record, run.results, **about))
-
-
-def render(record, results, **about):
-    """The text of README.md, in Markdown with metadata for the Hub.
-
-    Args:
-        record, results (dict): the contents of args.json and results.json.
         about: what the script says about its model: `title`, `about` (a paragraph), `weights`
             (where they are) and `usage` (how to load them), all str; for the Hub `library`, `task`
             (its `library_name` and `pipeline_tag`) and `metadata`, more fields such as
             `base_model`.
-
-    Returns:
-        str.
     """
-    arguments, script = record["arguments"], Path(record["command"][0]).name
+    record, results = run.record, run.results
+    arguments, topology = record["arguments"], record["topology"]
+    script, processes = Path(record["command"][0]), topology["processes"]
     data = for_markdown(record["data"].get("data") or arguments.get("dataset") or "")
-    seconds = results["train_seconds"]
-    fields = {"pipeline_tag": about["task"]} if "task" in about else {}
-    fields |= about.get("metadata", {})
-    paragraph = f"{about['about']}\n\n" if about.get("about") else ""
-    return CARD.format(
-        library=about.get("library", "pytorch"),
-        metadata=yaml.safe_dump(fields, sort_keys=False) if fields else "",
-        tag=Path(script).stem,
-        title=about.get("title", f"A model of {script}"),
-        script=script,
+    seconds, hardware = results["train_seconds"], f"{processes} x {topology['device']}"
+    if topology["device"] == "CPU":
+        hardware = plural(processes, "CPU process")
+    fields = {"library_name": about.get("library", "pytorch"), "pipeline_tag": about.get("task")}
+    fields |= {**about.get("metadata", {}), "tags": [script.stem]}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    text = CARD.format(
+        metadata=yaml.safe_dump(fields, sort_keys=False),
+        title=about.get("title", f"A model of {script.name}"),
+        script=script.name,
         data=f" on {data}" if data else "",
         length=f"{results['global_step']:,} optimizer steps of {arguments['batch_size']:,} samples",
         time=f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min",
-        hardware=_hardware(record["topology"]["processes"], record["topology"]["device"]),
+        hardware=hardware,
         figures="\n".join(_rows(results)),
-        about=paragraph,
+        about=f"{about['about']}\n\n" if about.get("about") else "",
         weights=about.get("weights", WEIGHTS),
         usage=f"{about['usage'].strip()}\n\n{EXPORT}" if "usage" in about else USAGE,
     )
+    write_text(run.path / "README.md", text)
 
 
 def command(script, *words):
@@ -113,10 +102,6 @@ def for_markdown(text):
     """Escapes a name for Markdown, also in a table: it is shown as it is, and formats nothing."""
     escaped = html.escape(one_line(text), quote=False)
     return re.sub(r"([\\`*_{}\[\]#+!|~$])", r"\\\1", escaped)
-
-
-def _hardware(processes, device):
-    return plural(processes, "CPU process") if device == "CPU" else f"{processes} x {device}"
 
 
 def _rows(results):

@@ -24,6 +24,7 @@ If you copy this script, also copy the script of the run, which defines its mode
 train_images.py).
 """
 
+import contextlib
 import csv
 import importlib
 import io
@@ -45,7 +46,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import flags, weight_files
+from utils import checkpoint_weights, flags, weight_files
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
@@ -59,7 +60,6 @@ from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate
 from utils.report.model_card import AT_THE_TOP
-from utils.report.output import writing_to
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
 from utils.run.collectives import run_on_all, run_on_main
@@ -83,7 +83,7 @@ def main():
 
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
-    saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
+    saved = run_on_main(accelerator, lambda: checkpoint_weights.read(args.run))
     known = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
@@ -535,6 +535,18 @@ def load_data(accelerator, args, saved, load):
     return data
 
 
+@contextlib.contextmanager
+def writing_to(folder):
+    """Makes the folder of the output, and yields its path; an OSError in the block is one line."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
+
+
 def is_same(name, recorded):
     """Whether `name` is the data set that a run was trained on, by its Hub id or path."""
     return name == recorded or (recorded and Path(name).resolve() == Path(recorded).resolve())
@@ -552,8 +564,6 @@ def load_state(model, saved, description):
         model.load_state_dict(weight_files.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        if prefix := weight_files.shared_prefix(saved.state):
-            reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 

@@ -383,7 +383,7 @@ def main():
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
 
     set_seed(args.seed)
     images = data.splits["train"].images
@@ -464,7 +464,6 @@ def main():
     if accelerator.is_main_process:
         images = write_outputs(run, data.splits[shown], samples, config)
         trackers.log_images(images, step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path))
     accelerator.end_training()
 

@@ -52,7 +52,6 @@ from utils.language.text import Windows, load_held_out, load_text, stream_window
 from utils.muon import MuonAdamW
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch, weights
 from utils.run.arguments import Parser, frozen
@@ -529,7 +528,7 @@ def export(accelerator, folder, model, sizes):
 
 def write_outputs(run, text, sizes):
     """Writes the sample, the curves and the model card of a finished run; main process only."""
-    with optional("sample.txt"):
+    with plots.optional("sample.txt"):
         write_text(run.path / "sample.txt", text)
     plots.curves(run.path, {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"})
     model_card.write(run, **describe_model(sizes))
@@ -559,7 +558,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
     if args.streaming:
         train_set = open_stream(accelerator, run.progress.get("position"), args)
@@ -643,7 +642,6 @@ def main():
     run.finish(step, **results, **counts, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command(Path(__file__).name, "--sample", run.path, "--prompt", "The "))
     accelerator.end_training()
 

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from utils import flags, schedule
 from utils.compilation import compile_model
 from utils.data import subset
-from utils.data.loaders import end_workers, explain, loader_options
+from utils.data.loaders import end_workers, explain, fit_batch_size, loader_options
 from utils.data.permutation import EpochSampler
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.ema import MovingAverage
@@ -192,7 +192,7 @@ def fit_batch(accelerator, data, args):
     Returns the arguments, with that batch size, and the samples per process and micro-batch.
     """
     power = 1 if args.optimizer == "sgd" else 0.5
-    args = flags.fit_batch(args, len(data.splits["train"]), power)
+    args = fit_batch_size(args, len(data.splits["train"]), power)
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
     if args.overfit_batch:
@@ -429,7 +429,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights  # a run that continues has its own
@@ -512,7 +512,6 @@ def main():
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(config, args))
         trackers.log_images(write_outputs(run, config, data, samples), step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
 
@@ -602,7 +601,7 @@ def parse_args():
     flags.add(group, "patience", "eval_samples", *flags.EXTRAS)
     preset = PRESETS.get(flags.choice(parser, "preset"), {})
     parser.set_defaults(num_workers=min(8, devices.cores_per_process()), **COMMON | preset)
-    args = flags.parse_with_checks(parser, fits=True)
+    args = flags.parse_with_checks(parser)
     if args.image_size != preset.get("image_size"):
         args.train_size = args.eval_resize = None
     if args.preset == "finetune" and not args.weights and process.is_main():

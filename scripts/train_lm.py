@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 from utils import evaluation, flags, schedule
 from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import subset
-from utils.data.loaders import explain, loader_options
+from utils.data.loaders import explain, fit_batch_size, loader_options
 from utils.data.permutation import EpochSampler
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.evaluation import Progress
@@ -54,7 +54,6 @@ from utils.language.packing import TokenSettings
 from utils.language.tokens import count_lanes, load_held_out, load_tokens, open_stream
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
 from utils.run.arguments import Parser, frozen
@@ -233,7 +232,7 @@ def fit_batch(accelerator, data, args):
         tuple: the arguments, with that batch size; the data, for --overfit_batch those of a batch.
     """
     blocks = None if isinstance(data.train_set, list) else len(data.train_set)
-    args = flags.fit_batch(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
+    args = fit_batch_size(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
     elastic.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     if args.overfit_batch:
         batch = data.train_set.first(args.batch_size)
@@ -510,7 +509,7 @@ TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
     """Writes the samples, the curves and the model card of a finished run."""
-    with optional("sample.txt"):
+    with plots.optional("sample.txt"):
         if accelerator.is_main_process or accelerator.is_fsdp2:
             text = show_samples(model, tokenizer, prompts)
         if accelerator.is_main_process:
@@ -549,7 +548,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
     train_set = open_sources(accelerator, tokenizer, config, train_set, position, args)
@@ -629,7 +628,6 @@ def main():
     results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, **counts, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
-    model_card.upload(run.path, args.push_to_hub)
     example = example_prompt(tokenizer, data, prompts)
     run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", example))
     accelerator.end_training()
@@ -794,7 +792,7 @@ def parse_args():
     parser.set_defaults(lr=2e-4 if has_lora or flags.choice(parser, "adapter") else 2e-5)
     if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
-    args = flags.parse_with_checks(parser, fits=True)
+    args = flags.parse_with_checks(parser)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:

@@ -278,7 +278,7 @@ def main():
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     set_seed(args.seed)
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
@@ -351,7 +351,6 @@ def main():
     if accelerator.is_main_process:
         plots.curves(run.path)
         model_card.write(run)
-        model_card.upload(run.path, args.push_to_hub)
     run.close()
     accelerator.end_training()
 

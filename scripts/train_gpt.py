@@ -54,16 +54,15 @@ from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
 from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, frozen
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
+from utils.run.draws import seed_step
 from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -522,7 +521,7 @@ def export(accelerator, folder, model, sizes):
     def write():
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
-        weights.export(folder, unwrapped, sizes)
+        files.write_weights(folder, unwrapped, sizes)
 
     run_on_main(accelerator, write)  # the others wait here, and not in a collective that times out
 

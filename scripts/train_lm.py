@@ -57,16 +57,15 @@ from utils.report.mfu import peak_flops
 from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
-from utils.run.arguments import Parser, frozen
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_all, run_on_main
-from utils.run.domains import number
+from utils.run.draws import seed_step
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice, plural
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog

@@ -54,15 +54,14 @@ from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.report import model_card, plots
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import BATCH, Parser, frozen
-from utils.run.domains import number
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import BATCH, Parser, frozen, number
+from utils.run.draws import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import memory_bytes
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -344,7 +343,7 @@ def main():
     metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
-        weights.export(run.path, accelerator.unwrap_model(model), config)
+        files.write_weights(run.path, accelerator.unwrap_model(model), config)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     peaks = [memory_bytes(device) for device in stages]
     run.finish(step, **results, peak_memory_bytes_per_stage=peaks)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from utils.compilation import MODES
 from utils.report.model_card import check_repository
-from utils.run.arguments import Parser, frozen
-from utils.run.domains import number
+from utils.run.arguments import Parser, frozen, number
 from utils.run.failures import UserError
 from utils.run.process import is_main
 from utils.schedule import schedule

@@ -45,8 +45,7 @@ import torch.distributed as dist
 
 from utils.report.output import columns, writing_to
 from utils.run import launch
-from utils.run.arguments import SECONDS, Parser
-from utils.run.domains import number
+from utils.run.arguments import SECONDS, Parser, number
 from utils.run.entry import run
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import write_json

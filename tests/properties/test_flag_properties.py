@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from utils.run.arguments import Parser
-from utils.run.domains import number, shown, text
+from utils.run.arguments import Parser, number, shown, text
 from utils.run.failures import UserError
 
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what a terminal or a log would obey

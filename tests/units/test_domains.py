@@ -11,8 +11,7 @@ import sys
 import pytest
 from harness.launches import ROOT, load_script
 
-from utils.run.arguments import Parser
-from utils.run.domains import number, text
+from utils.run.arguments import Parser, number, text
 from utils.run.failures import UserError
 
 SCRIPTS = sorted(

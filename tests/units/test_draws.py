@@ -8,7 +8,7 @@ from harness.fakes import accelerator
 
 from utils.data.permutation import sample_seed
 from utils.run import draws
-from utils.run.seeds import seed_step
+from utils.run.draws import seed_step
 
 
 def test_a_step_draws_the_same_again_and_no_other_step_does():

@@ -57,7 +57,7 @@ from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, files, launch
 from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.draws import seed_step
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
@@ -554,7 +554,7 @@ def main():
     accelerator, trackers = connect(args)
     train_set, held_out, description = load_data(accelerator, args)
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
@@ -582,7 +582,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     sampling = (args.prompt, args.sample_length, args.temperature, args.seed)

@@ -54,7 +54,7 @@ from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, devices, entry, files, launch
 from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.draws import seed_step
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
@@ -424,7 +424,7 @@ def main():
     args, micro_batch_size = fit_batch(accelerator, data, args)
     mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
@@ -453,7 +453,7 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):

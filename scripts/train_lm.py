@@ -59,7 +59,7 @@ from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
 from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_all, run_on_main
-from utils.run.draws import seed_step
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
@@ -544,7 +544,7 @@ def main():
     train_set, eval_sets = data.train_set, data.eval_sets
     prompts = first_prompts(eval_sets)
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
@@ -569,7 +569,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):

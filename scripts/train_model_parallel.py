@@ -56,7 +56,7 @@ from utils.report import model_card, plots
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, files, launch
 from utils.run.arguments import BATCH, Parser, frozen, number
-from utils.run.draws import seed_step
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
@@ -273,7 +273,7 @@ def main():
     data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
@@ -294,7 +294,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"stages of the first process on {', '.join(map(str, stages))}")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
 
     def validate(step):
         metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)

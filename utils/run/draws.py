@@ -1,7 +1,7 @@
-"""Random numbers that are a function of the seed and of where training stands.
+"""Random numbers per sample: a function of the seed, the step (or epoch) and the id of the sample.
 
-Those of a sample depend on its id, too: it gets the same numbers on any number of processes, in any
-batch, before and after a restart.
+So a sample gets the same numbers on any number of processes, in any batch, before and after a
+restart.
 """
 
 import math
@@ -9,19 +9,6 @@ import math
 import torch
 
 MASK = 0xFFFFFFFF
-
-
-def seed_step(accelerator, seed, step, micro_batch=0):
-    """Seeds PyTorch's generators for a forward pass: after a restart, dropout draws the same masks.
-
-    The seed differs for each process, step and micro-batch. Unlike `set_seed`, this does not seed
-    the generators of Python and NumPy, and takes a microsecond instead of half a millisecond.
-    """
-    rank = accelerator.process_index
-    seed = (seed + 1_000_003 * step + 7_919 * rank + 104_729 * micro_batch) % 2**32
-    torch.default_generator.manual_seed(seed)
-    if accelerator.device.type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 def random_uint32(seed, epoch, ids, stream):

@@ -53,16 +53,15 @@ from utils.muon import MuonAdamW
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, frozen
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -521,7 +520,7 @@ def export(accelerator, folder, model, sizes):
     def write():
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
-        weights.export(folder, unwrapped, sizes)
+        files.write_weights(folder, unwrapped, sizes)
 
     run_on_main(accelerator, write)  # the others wait here, and not in a collective that times out
 
@@ -554,7 +553,7 @@ def main():
     accelerator, trackers = connect(args)
     train_set, held_out, description = load_data(accelerator, args)
     plan = Plan.from_args(args, None if args.streaming else len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
@@ -582,7 +581,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     sampling = (args.prompt, args.sample_length, args.temperature, args.seed)

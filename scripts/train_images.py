@@ -51,16 +51,15 @@ from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTrans
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, devices, entry, launch, weights
-from utils.run.arguments import Parser, frozen
+from utils.run import ddp, devices, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import batch_norm, elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -326,10 +325,10 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
 
 def export(folder, config, model, ema):
     """Writes the final weights, and with averaged ones also those before averaging."""
-    weights.export(folder, ema.module if ema else model, config)
+    files.write_weights(folder, ema.module if ema else model, config)
     if ema:
         (folder / "without_ema").mkdir(exist_ok=True)
-        weights.export(folder / "without_ema", model, config)
+        files.write_weights(folder / "without_ema", model, config)
 
 
 def final_results(accelerator, model, ema, loaders, watch, mean, std):
@@ -425,7 +424,7 @@ def main():
     args, micro_batch_size = fit_batch(accelerator, data, args)
     mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
@@ -454,7 +453,7 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):

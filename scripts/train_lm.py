@@ -56,16 +56,15 @@ from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
-from utils.run.arguments import Parser, frozen
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_all, run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice, plural
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -544,7 +543,7 @@ def main():
     train_set, eval_sets = data.train_set, data.eval_sets
     prompts = first_prompts(eval_sets)
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
@@ -569,7 +568,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = Progress(accelerator, guard.watch)
 
     def validate(step):

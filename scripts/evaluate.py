@@ -46,10 +46,10 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from utils import flags, weight_files
+from utils.data.evaluation import Progress
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize

@@ -40,13 +40,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import evaluation, flags, schedule, weight_files
+from utils import flags, schedule, weight_files
 from utils.compilation import compile_model, make_attention_deterministic
-from utils.data import subset
-from utils.data.loaders import explain, loader_options
-from utils.data.permutation import EpochSampler
+from utils.data import evaluation
+from utils.data.loaders import EpochSampler, explain, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.text import Windows, load_held_out, load_text, stream_windows
 from utils.muon import MuonAdamW
@@ -560,7 +558,7 @@ def main():
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return model_card.upload(run.path, args.push_to_hub)  # if that failed before
-    eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
+    eval_samples = evaluation.count_evaluated(run, plan, args, len(held_out))
     if args.streaming:
         train_set = open_stream(accelerator, run.progress.get("position"), args)
 
@@ -573,7 +571,7 @@ def main():
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    eval_set = subset.choose(held_out, eval_samples, args.seed)
+    eval_set = evaluation.choose(held_out, eval_samples, args.seed)
     train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
     first = eval_set.__getitems__([0])
     # Hidden passes, for an exact resume.
@@ -584,7 +582,7 @@ def main():
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
-    progress = Progress(accelerator, guard.watch)
+    progress = evaluation.Progress(accelerator, guard.watch)
 
     sampling = (args.prompt, args.sample_length, args.temperature, args.seed)
 
@@ -636,7 +634,7 @@ def main():
     text = generate(model, *sampling)
     run.log("sample", step, text=text)
     export(accelerator, run.path, model, sizes)
-    last = subset.choose(held_out, subset.count_last(plan, args, len(held_out)), args.seed)
+    last = evaluation.choose(held_out, evaluation.count_last(plan, args, len(held_out)), args.seed)
     counts = progress.announce(len(last), len(held_out), run.path)
     metrics = evaluate(accelerator, model, build_eval_loader(accelerator, last), progress)
     results = {f"val_{name}": value for name, value in metrics.items()}

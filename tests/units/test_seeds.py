@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness.fakes import accelerator
 
-from utils.data.permutation import sample_seed
+from utils.data.loaders import sample_seed
 from utils.run import draws
 from utils.run.seeds import seed_step
 

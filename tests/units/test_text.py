@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness.chats import write_files
 
-from utils.data import cache_files
+from utils.data import sharing
 from utils.data.loaders import already_a_batch
 from utils.language import lanes
 from utils.language.lanes import Share
@@ -130,7 +130,7 @@ def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, mo
     made = load()
     (file,) = (cache / "text").iterdir()
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
-        patched.setattr(cache_files.secrets, "token_hex", None)
+        patched.setattr(sharing.os, "fsync", None)
         again = load()
     assert again.description == made.description and torch.equal(again.train, made.train)
     with file.open("r+b") as opened:

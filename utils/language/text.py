@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from utils.data.cache_files import cached, map_bytes
+from utils.data.sharing import cached, map_bytes
 from utils.language import lanes
 from utils.language.rows import ALTERNATIVES, check_unicode, checksum, open_rows, reading
 from utils.run.failures import UserError

@@ -9,7 +9,6 @@ from harness.fakes import accelerator
 
 from utils.data import evaluation
 from utils.language.packing import DOCUMENT, Stream, cut_text
-from utils.language.text import Windows
 from utils.run.plan import Plan
 
 
@@ -63,19 +62,6 @@ def test_a_run_keeps_its_samples_if_it_gets_longer_or_evaluates_more_often():
     saved = {"step": 10, "eval_samples": 19_200}
     assert count(2_600_000, every=5, steps=20_000, saved=saved)[0] == 19_200
     assert count(2_600_000, 0, saved={"step": 10, "eval_samples": 2_600_000}) == (2_600_000,)
-
-
-def test_windows_know_how_many_bytes_they_predict():
-    text = torch.randint(256, (100,), generator=torch.Generator().manual_seed(1)).byte()
-    whole = Windows(text, 16)  # six windows, and three bytes in the last
-    assert whole.targets == 99
-    for indices, targets in (([0, 2], 32), ([1, 6], 19), ([6], 3)):
-        some = whole.select(np.array(indices))
-        batch = some.__getitems__(list(range(len(some))))
-        assert some.targets == targets == (batch["targets"] >= 0).sum()
-        assert torch.equal(batch["inputs"], whole.__getitems__(indices)["inputs"])
-        assert batch["ids"].tolist() == list(range(len(some)))
-    assert Windows(text[:97], 16).select(np.array([0, 5])).targets == 32  # all are full
 
 
 def test_chosen_blocks_are_those_of_all():

@@ -47,10 +47,10 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from utils import checkpoint_weights, flags, weight_files
+from utils.data.evaluation import Progress
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize
@@ -58,7 +58,8 @@ from utils.images.decoding import Files, Images
 from utils.images.image_folder import EXTENSIONS
 from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform, ImageBatches
-from utils.language.text import load_to_evaluate
+from utils.language.rows import checksum
+from utils.language.text import Text, read_splits
 from utils.report.model_card import AT_THE_TOP
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
@@ -351,7 +352,7 @@ def evaluate_gpt(accelerator, args, saved):
     refuse_options_of_classifiers(args)
     model = train_gpt.load_model(saved)
     windows, shown = load_text(accelerator, args, saved)
-    loader = train_gpt.build_eval_loader(accelerator, windows)
+    loader = train_gpt.build_eval_loader(accelerator, windows, windows.block_size)
     model = accelerator.prepare(model)
     results = train_gpt.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per byte, {results['bits_per_byte']:.4f} bits per byte"
@@ -386,9 +387,23 @@ def load_text(accelerator, args, saved):
         warn_if_changed(accelerator, name, saved.data.get("data"), description)
         return held_out, "val"
     column = saved.arguments.get("text_column", "text")
-    shown, data = local_main_first(accelerator, lambda: load_to_evaluate(name, column))
+    shown, data = local_main_first(accelerator, lambda: load_whole_text(name, column))
     agree(accelerator, name, data)
     return train_gpt.Windows(data.held_out, saved.config["block_size"]), shown
+
+
+def load_whole_text(name, column):
+    """Loads the split `test` of a text, or else `val`, or else `all` of it.
+
+    Returns:
+        tuple[str, Text]: the name of the split; its text is held out.
+    """
+    texts, details = read_splits(name, column, use=(("test", "val", "train"),))
+    [(split, text)] = texts.items()
+    if len(text) < 2:
+        raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
+    description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
+    return "all" if split == "train" else split, Text(text[:0], text, description, details)
 
 
 # ------------------------------------------------------------------------------------- train_lm.py

@@ -38,12 +38,10 @@ from torch.utils.data import DataLoader
 
 from utils import flags, schedule
 from utils.compilation import compile_model
-from utils.data import subset
-from utils.data.loaders import end_workers, explain, fit_batch_size, loader_options
-from utils.data.permutation import EpochSampler
+from utils.data import evaluation
+from utils.data.loaders import EpochSampler, end_workers, explain, fit_batch_size, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.ema import MovingAverage
-from utils.evaluation import Progress
 from utils.images import classifier_plots, image_cache, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.sources import find_images
@@ -239,13 +237,13 @@ def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
         **options,
     )
     loaders = {"train": accelerator.prepare(train_loader)}
-    some = subset.choose(data.splits["val"], eval_samples, args.seed)
+    some = evaluation.choose(data.splits["val"], eval_samples, args.seed)
     for split, images in {**data.splits, "some": some}.items():
         if split == "train":
             continue
         if split != "some":
-            last = subset.count_last(plan, args, len(images))
-            data.splits[split] = images = subset.choose(images, last, args.seed)
+            last = evaluation.count_last(plan, args, len(images))
+            data.splits[split] = images = evaluation.choose(images, last, args.seed)
         dataset = ImageBatches(images, eval_transform, args.on_bad_image)
         batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
         loaders[split] = accelerator.prepare(DataLoader(dataset, batch_size, **options))
@@ -429,7 +427,7 @@ def main():
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
         return
-    eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
+    eval_samples = evaluation.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights  # a run that continues has its own
     config = run.progress.get("config") or describe_start(accelerator, start_from, data, args)
@@ -454,7 +452,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, args.timeout)
-    progress = Progress(accelerator, guard.watch)
+    progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
         metrics, _ = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)

@@ -41,13 +41,11 @@ from accelerate.utils import send_to_device, set_seed
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from utils import evaluation, flags, schedule
+from utils import flags, schedule
 from utils.compilation import compile_model, make_attention_deterministic
-from utils.data import subset
-from utils.data.loaders import explain, fit_batch_size, loader_options
-from utils.data.permutation import EpochSampler
+from utils.data import evaluation
+from utils.data.loaders import EpochSampler, explain, fit_batch_size, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.packing import TokenSettings
@@ -282,7 +280,7 @@ def build_eval_loaders(accelerator, eval_sets, args, count=None):
     total, loaders = sum(map(len, eval_sets.values())), {}
     for name, blocks in eval_sets.items():
         share = -(-(count or total) * len(blocks) // total)
-        chosen = subset.choose(blocks, share, args.seed)
+        chosen = evaluation.choose(blocks, share, args.seed)
         most = max(1, 8192 // args.block_size)
         batch_size = evaluation_batch_size(accelerator, len(chosen), most)
         loader = DataLoader(chosen, batch_size, **loader_options(accelerator))
@@ -548,7 +546,7 @@ def main():
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
         return
-    eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
+    eval_samples = evaluation.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
     train_set = open_sources(accelerator, tokenizer, config, train_set, position, args)
 
@@ -569,7 +567,7 @@ def main():
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, args.timeout)
-    progress = Progress(accelerator, guard.watch)
+    progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loaders, progress)
@@ -619,7 +617,7 @@ def main():
     profile.stop()
 
     adapters.export(accelerator, run.path, model, tokenizer)  # what is evaluated next
-    last = subset.count_last(plan, args, data.count_held_out())
+    last = evaluation.count_last(plan, args, data.count_held_out())
     counts = progress.announce(last, data.count_held_out(), run.path)
     eval_loaders = build_eval_loaders(accelerator, eval_sets, args, last)
     metrics = evaluate(accelerator, model, eval_loaders, progress)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from utils.data.permutation import sample_seed
+from utils.data.loaders import sample_seed
 from utils.run import draws
 
 

@@ -15,7 +15,7 @@ Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 `confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
 with their probabilities. With --images (a photo or a folder, for a run of train_images.py), prints
 the most likely classes of up to ten images, and writes `predictions.csv`, `.json` and
-`contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
+`contact_sheet.png`.
 
 Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
 perplexity, its standard error, and bits per byte.

@@ -61,6 +61,7 @@ def test_folders_are_splits_or_classes(paths, classes, splits, lines, tmp_path):
         ("fold1/cat/ fold1/dog/ fold2/cat/ fold2/dog/", "'fold2' have the same sub-folders"),
         ("fit/cat/ fit/dog/ holdout/cat/ holdout/dog/", "rename 'fit', since a split is"),
         ("cat/", "has only one class, cat"),
+        ("a.png b.png metadata.csv", "metadata.csv is not read: make a folder for each class, as"),
         ("a.png .git/x/", "(left out: hidden files and folders: 1 (.git); left out: images in no"),
     ],
 )

@@ -31,7 +31,6 @@ READERS = {
     ".tsv": "csv",
 }
 STRIPPED = r"(?i)\.[a-z0-9]+(\.(gz|bz2|xz))?$"  # the suffix of a file, as in train.txt.gz
-LISTS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv"}  # tables that a person can read
 # Files that the `datasets` library writes about a data set.
 METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 

@@ -1,12 +1,11 @@
 """Finds the images, splits and classes in a folder that has one sub-folder per class."""
 
-import os
 import unicodedata
 
 import numpy as np
 
 from utils.data.scan import scan
-from utils.data.tables import READERS, describes_itself, one_each, refuse_almost_splits, split_of
+from utils.data.tables import one_each, refuse_almost_splits, split_of
 from utils.images.decoding import HAS_AVIF, Files, Images
 from utils.run.domains import shown
 from utils.run.failures import UserError
@@ -16,16 +15,10 @@ EXTENSIONS = {
     *".ppm .pgm .pbm .pnm .jp2 .j2k".split(),
     *([".avif"] if HAS_AVIF else []),
 }
-# Files in which a data set in the Hub's layout keeps its rows.
-TABLES = {*READERS, ".tar", ".zip"}
-# A list of the images in a folder, with a column `file_name`. The first counts.
-LISTS = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-
-
-def list_in(folder):
-    """The file that lists the images of a folder and their classes; None: there is none."""
-    files = [folder / name for name in LISTS if (folder / name).is_file()]
-    return files[0] if files and not describes_itself(folder) else None
+TABLES = (".parquet", ".arrow")  # files with rows that can hold images
+ARCHIVES = (".tar", ".zip")  # in which a data set in the Hub's layout may keep them
+# Lists of images and their classes, which the `datasets` library reads, and this module does not.
+LISTS = {"metadata.csv", "metadata.jsonl", "metadata.parquet"}
 
 
 def find(root, layouts):
@@ -40,9 +33,15 @@ def find(root, layouts):
         the Hub has.
 
     Raises:
-        UserError: there is no class folder, or it cannot be decided which folders are splits.
+        UserError: there is no class folder, it cannot be decided which folders are splits, or a
+            list may say something else.
     """
     files, others, left_out = scan(root, EXTENSIONS)
+    if files and (lists := LISTS.intersection(others)):
+        raise UserError(
+            f"--dataset {root}: its {min(lists)} is not read: make a folder for each class, as "
+            "scripts/README.md shows, and remove it"
+        )
     loose, folders = _divide(files, 0)
     by_split = _find_splits(root, folders)
     found = {} if by_split or not folders else {"train": folders}
@@ -57,7 +56,7 @@ def find(root, layouts):
         if direct:
             where = "in no class folder" if classes else "of a test split without classes"
             left_out.add(f"images {where}", direct[0], len(direct))
-    if not found and any(os.path.splitext(file)[1].lower() in TABLES for file in others):
+    if not found and any(file.lower().endswith(TABLES + ARCHIVES) for file in others):
         return None
     if loose:
         left_out.add("images in no class folder", loose[0], len(loose))

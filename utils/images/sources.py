@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from utils.data.scan import LeftOut
-from utils.data.tables import READERS, SPLITS, hold_out, local_path
+from utils.data.tables import SPLITS, hold_out, local_path
 from utils.images import image_folder, pixels
 from utils.images.decoding import Images
 from utils.run.domains import shown
@@ -24,7 +24,7 @@ COMPARED = 400  # images that may be copies; of more than 40,000, a hundredth
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
     "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, an .npz file "
-    "with arrays, or --dataset synthetic"
+    "with arrays, or --dataset synthetic (scripts/README.md makes folders from a list of files)"
 )
 
 
@@ -50,8 +50,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
     script has to choose by results on test data.
 
     Args:
-        name (str): see `ALTERNATIVES`; a folder may also have a list `metadata.csv` (file_name,
-            label, perhaps split).
+        name (str): see `ALTERNATIVES`.
         seed (int): seed of the split and of `synthetic`.
         val_fraction (float | None): share of each class for the split; 0: none. None: 0.1 if there
             is no `test` split either, else 0. The seed and the names of images decide which ones.
@@ -147,16 +146,12 @@ def _open(name, seed, columns, class_names):
     path = local_path(name, ALTERNATIVES)
     if path and path.is_file() and path.suffix.lower() == ".npz":
         return *pixels.find(name, path, class_names), LeftOut()
-    if path and path.is_file() and path.suffix.lower() not in READERS:
-        known = ", ".join([*READERS, ".npz"])
+    if path and path.is_file() and path.suffix.lower() not in image_folder.TABLES:
+        known = ", ".join([*image_folder.TABLES, ".npz"])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
-    if path and path.is_dir():
-        file = image_folder.list_in(path)
-        found = None if file else image_folder.find(path.resolve(), ALTERNATIVES)
-        if found:
-            return found
-        if file:
-            path, columns = file, (columns[0] or "file_name", columns[1])
+    found = image_folder.find(path.resolve(), ALTERNATIVES) if path and path.is_dir() else None
+    if found:
+        return found
     from utils.images import tables  # here, because it imports `datasets`, which takes a second
 
     return tables.find(name, path, columns, ALTERNATIVES)

@@ -51,11 +51,11 @@ from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
-from utils.images.arrays import load_arrays, load_arrays_to_evaluate
+from utils.images.arrays import in_memory, load_arrays
 from utils.images.augment import normalize
 from utils.images.decoding import Files, Images
 from utils.images.image_folder import EXTENSIONS
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.sources import described, find_images, find_splits
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate
 from utils.report.model_card import AT_THE_TOP
@@ -518,8 +518,8 @@ def load_data(accelerator, args, saved, load):
                 return data
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
-        load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
-        return load_other(name, class_names, **columns)
+        found = find_to_evaluate(name, class_names, **columns)
+        return in_memory(found, skip=True) if load is load_arrays else found
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
@@ -533,6 +533,21 @@ def load_data(accelerator, args, saved, load):
                 break
         raise UserError(f"--dataset {name} has other classes than {saved.file}: {difference}")
     return data
+
+
+def find_to_evaluate(name, class_names, columns=None):
+    """Finds labeled images that a model with these classes has not seen; some may have no image.
+
+    Returns:
+        ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
+        Raises UserError if there is no such data set, or it has other classes.
+    """
+    splits, _, left_out = find_splits(name, columns=columns, class_names=class_names)
+    split = next(split for split in ("test", "val", "train") if split in splits)
+    used = {"all" if split == "train" else split: splits.pop(split)}
+    for other, images in splits.items():
+        left_out.add(f"images of the {other} split", images.name(0), len(images))
+    return described(used, class_names, left_out)
 
 
 def is_same(name, recorded):

@@ -384,7 +384,7 @@ def main():
     pretrained.train(pretrained.freeze(model) if args.freeze else model)
     compile_model(accelerator, [model], args.compile)
     optimizer = build_optimizer(model, args)
-    model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
+    batch_norm.check(accelerator, model, micro_batch_size)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     batch_norm.broadcast_less(model)
@@ -509,9 +509,6 @@ def parse_args():
         choices=["accuracy", "balanced_accuracy", "macro_f1", "loss"],
         default="accuracy",
         help="held-out metric for the best checkpoint and for --patience",
-    )
-    group.add_argument(
-        "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
     )
     group = parser.add_argument_group("size and augmentation of the images")
     group.add_argument(

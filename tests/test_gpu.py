@@ -266,9 +266,9 @@ def cpu_and_gpu(place, folder):
     """A CPU and a GPU augment alike and give the same first losses; a run moves between them."""
     images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
     ids = torch.randperm(100)
-    on_cpu = augment(images, ids, 3, 0, padding=4, cutout=8)
-    on_gpu = augment(images.to(place.device), ids, 3, 0, padding=4, cutout=8)
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu, on_gpu, strict=True))
+    on_cpu = augment(images, ids, 3, 0, padding=4)
+    on_gpu = augment(images.to(place.device), ids, 3, 0, padding=4)
+    assert torch.equal(on_cpu, on_gpu.cpu())
     arguments = f"{place.cifar} --batch_size 100 --log_every 1 --checkpoint_every 5"
     gpu, cpu, length = folder / "gpu", folder / "cpu", "--max_train_steps"
     launch(place, CIFAR, f"{arguments} {length} 5", gpu, precision="no")

@@ -53,7 +53,7 @@ def read(path):
     """Reads weights from a run's folder, one of its checkpoints, a `.safetensors`, `.pth` or `.pt`.
 
     Any topology may have written them. Of a checkpoint of a run that averages its weights
-    (`utils/ema.py`), these are the averaged ones, as they are in the run's final weights.
+    with an `AveragedModel`, these are the averaged ones, as they are in the run's final weights.
 
     Returns:
         Saved: the weights, the config of the model, and the arguments of the run.

@@ -14,18 +14,13 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageOps
 
 from utils.data.scan import read_regular, stamp
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
-# Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
-HAS_AVIF = "avif" in features.modules and features.check("avif")
 # Common ones first. Not PostScript, say, for which Pillow starts another program.
-FORMATS = (
-    *("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "DIB", "TGA", "JPEG2000", "ICO", "PCX"),
-    *(["AVIF"] if HAS_AVIF else []),
-)
+FORMATS = tuple("JPEG PNG GIF BMP PPM WEBP TIFF DIB TGA JPEG2000 ICO PCX".split())
 TIFF_BITS = 258  # the tag: bits of each channel
 SAMPLED = 1000  # images of which a fingerprint reads `SAMPLED_BYTES`
 SAMPLED_BYTES = 1 << 16

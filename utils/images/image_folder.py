@@ -6,14 +6,13 @@ import numpy as np
 
 from utils.data.scan import scan
 from utils.data.tables import one_each, refuse_almost_splits, split_of
-from utils.images.decoding import HAS_AVIF, Files, Images
+from utils.images.decoding import Files, Images
 from utils.run.domains import shown
 from utils.run.failures import UserError
 
 EXTENSIONS = {
     *".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .bmp .dib .gif .tif .tiff .tga".split(),
     *".ppm .pgm .pbm .pnm .jp2 .j2k".split(),
-    *([".avif"] if HAS_AVIF else []),
 }
 TABLES = (".parquet", ".arrow")  # files with rows that can hold images
 ARCHIVES = (".tar", ".zip")  # in which a data set in the Hub's layout may keep them

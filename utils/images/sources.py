@@ -63,7 +63,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
     Raises:
         UserError: there is no such data set, it has another layout, or nothing is held out.
     """
-    splits, class_names, left_out = _find(name, seed, columns)
+    splits, class_names, left_out = find_splits(name, seed, columns)
     if len(class_names) < 2:
         raise UserError(
             f"--dataset {name} has only one class, {class_names[0]}: a classifier needs at least "
@@ -89,28 +89,18 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
             raise UserError(
                 f"--dataset {name}: its {split} split has no image of class {class_name}{others}"
             )
-    return _described(splits, class_names, left_out, copies)
+    return described(splits, class_names, left_out, copies)
 
 
-def find_to_evaluate(name, class_names, *, columns=None):
-    """Finds labeled images that a model with these classes has not seen; some may have no image.
+def find_splits(name, seed=0, columns=None, class_names=None):
+    """Finds the splits that a data set has: `find_images` describes the arguments and errors.
+
+    Args: class_names (list[str] | None): those of a model, which may have more; None: those of the
+        training images.
 
     Returns:
-        ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
-
-    Raises:
-        UserError: there is no such data set, or it has other classes.
+        tuple: the splits (dict of `Images`), the names of the classes, and what was `LeftOut`.
     """
-    splits, _, left_out = _find(name, 0, columns, class_names)
-    split = next(split for split in ("test", "val", "train") if split in splits)
-    used = {"all" if split == "train" else split: splits.pop(split)}
-    for other, images in splits.items():
-        left_out.add(f"images of the {other} split", images.name(0), len(images))
-    return _described(used, class_names, left_out)
-
-
-def _find(name, seed, columns, class_names=None):
-    """Splits, class names and what was left out of any data set."""
     found, known, left_out = _open(name, seed, columns or (None, None), class_names)
     splits = {split: found[split] for split in SPLITS if split in found}
     if class_names is None and "train" not in splits:
@@ -157,7 +147,8 @@ def _open(name, seed, columns, class_names):
     return tables.find(name, path, columns, ALTERNATIVES)
 
 
-def _described(splits, class_names, left_out, copies=()):
+def described(splits, class_names, left_out, copies=()):
+    """These splits as `ImageSplits`; `copies` are lines about equal images."""
     splits = {split: splits[split] for split in (*SPLITS, "all") if split in splits}
     details = [*count_classes(splits, class_names), *left_out.lines(), *_look_alikes(class_names)]
     counts = [f"{len(images):,} {split}".removesuffix(" all") for split, images in splits.items()]

@@ -54,7 +54,7 @@ from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import in_memory, load_arrays
 from utils.images.augment import normalize
 from utils.images.decoding import Files, Images
-from utils.images.image_folder import EXTENSIONS
+from utils.images.local import EXTENSIONS
 from utils.images.sources import described, find_images, find_splits
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.text import load_to_evaluate

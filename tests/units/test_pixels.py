@@ -7,7 +7,7 @@ from harness.data import sizes
 from harness.launches import CIFAR, results, run
 
 from utils.images.arrays import load_arrays
-from utils.images.pixels import CLASSES, draw_patterns
+from utils.images.local import CLASSES, draw_patterns
 from utils.images.sources import find_images, find_splits
 from utils.run.failures import UserError
 

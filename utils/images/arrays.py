@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from utils.data.cache_files import cached
 from utils.images.augment import to_device
-from utils.images.decoding import BadImage, Images
-from utils.images.pixels import SIZE, Pixels
+from utils.images.decoding import BadImage, Images, Pixels
+from utils.images.local import SIZE
 from utils.images.sources import find_images
 from utils.run.failures import UserError
 

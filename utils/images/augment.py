@@ -54,29 +54,11 @@ def normalize(images, mean, std, size=None):
     Returns:
         float32 [batch, 3, size, size], in channels-last memory format.
     """
-    scale, shift = 1 / std, mean / std
-    if images.stride(1) == 1:  # channels last
-        images = _normalize_rows(images, scale, shift)
-    else:
-        images = images.float().mul_(scale.view(3, 1, 1)).sub_(shift.view(3, 1, 1))
+    # Broadcasting the three values of a pixel takes twice as long, where channels are last.
+    images = F.batch_norm(images.float(), mean, std.square(), eps=0)
     if size is not None and size != images.shape[-1]:
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     return images.contiguous(memory_format=torch.channels_last)
-
-
-def _normalize_rows(images, scale, shift):
-    """Normalizes channels-last images, a row of pixels at a time.
-
-    Broadcasting the three values of a pixel takes twice as long.
-    """
-    pixels, width = images.permute(0, 2, 3, 1).flatten(2), images.shape[-1]
-    scale, shift = scale.repeat(width), shift.repeat(width)
-    rows = torch.empty_like(pixels, dtype=torch.float32)
-    # On a CPU one image after the other: it stays in the cache of the core.
-    on_cpu = images.device.type == "cpu"
-    for source, target in zip(pixels, rows, strict=True) if on_cpu else [(pixels, rows)]:
-        target.copy_(source).mul_(scale).sub_(shift)
-    return rows.unflatten(2, (width, 3)).permute(0, 3, 1, 2)
 
 
 def _random_shift(seed, epoch, ids, stream, padding):

@@ -1,6 +1,6 @@
 """Finds a data set: the one place that decides what its rows, splits, classes and labels are.
 
-A new kind of source is one more module like `pixels`, whose `find` returns splits of `Images`
+A new kind of source is one more function like `local.find_arrays`, which returns splits of `Images`
 and class names; every script, and evaluate.py, then takes it.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from utils.data.scan import LeftOut
 from utils.data.tables import SPLITS, hold_out, local_path
-from utils.images import image_folder, pixels
+from utils.images import local
 from utils.images.decoding import Images
 from utils.run.domains import shown
 from utils.run.failures import UserError
@@ -131,15 +131,15 @@ def find_splits(name, seed=0, columns=None, class_names=None):
 
 def _open(name, seed, columns, class_names):
     """Splits with labels of their own, the names of these, and what was left out."""
-    if name in pixels.COUNTS:
-        return *pixels.draw_splits(seed, name), LeftOut()
+    if name in local.COUNTS:
+        return *local.draw_splits(seed, name), LeftOut()
     path = local_path(name, ALTERNATIVES)
     if path and path.is_file() and path.suffix.lower() == ".npz":
-        return *pixels.find(name, path, class_names), LeftOut()
-    if path and path.is_file() and path.suffix.lower() not in image_folder.TABLES:
-        known = ", ".join([*image_folder.TABLES, ".npz"])
+        return *local.find_arrays(name, path, class_names), LeftOut()
+    if path and path.is_file() and path.suffix.lower() not in local.TABLES:
+        known = ", ".join([*local.TABLES, ".npz"])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
-    found = image_folder.find(path.resolve(), ALTERNATIVES) if path and path.is_dir() else None
+    found = local.find_in_folder(path.resolve(), ALTERNATIVES) if path and path.is_dir() else None
     if found:
         return found
     from utils.images import tables  # here, because it imports `datasets`, which takes a second

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from utils.data.scan import LeftOut, scan
 from utils.data.tables import describes_itself, files_by_split, load_table, name_splits
-from utils.images import image_folder
+from utils.images import local
 from utils.images.decoding import Files, Images, Rows
 from utils.run.failures import UserError
 
@@ -74,7 +74,7 @@ def _files(folder):
     Its search for words such as test in the names of files would also find test_tube.parquet, and
     drop the others.
     """
-    files, _, _ = scan(folder, image_folder.TABLES)
+    files, _, _ = scan(folder, local.TABLES)
     suffixes = {os.path.splitext(file)[1].lower() for file in files}
     if len(suffixes) != 1 or describes_itself(folder):
         return None

@@ -45,7 +45,8 @@ class Document(NamedTuple):
         """What `packing.SEGMENT` has of it: the row that it is from (int), and more."""
         digest = hashlib.blake2b(self.content, digest_size=8).digest()
         digest = int.from_bytes(digest, "little", signed=True)
-        return row, len(self.tokens), self.answer, self.bytes, digest, self.begins
+        targets = 0 if self.is_target is None else int(self.is_target[1:].sum())
+        return row, len(self.tokens), targets, self.answer, self.bytes, digest, self.begins
 
 
 class Draft(NamedTuple):

@@ -69,7 +69,7 @@ from utils.scale.watchdog import Watchdog
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
-    from utils.language import adapters, causal_lm, document_attention, fit, lm_loss
+    from utils.language import adapters, causal_lm, document_attention, lm_loss
 
 
 def check_packages():
@@ -102,16 +102,14 @@ def build_model(accelerator, config, args):  # EDIT: model
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
     returns the sum of the losses of the targets, in nats.
     """
-    fit.check(accelerator, config, args)
+    causal_lm.check_memory(accelerator, config, args)
     model = causal_lm.load_model(accelerator, config, args)
     if args.attention == "auto":
         document_attention.use(accelerator, model)
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})
-    if args.adapter:
-        model = adapters.load_adapter(model, args.adapter)
-    elif args.lora_rank:
+    if args.lora_rank:
         model = adapters.add_lora(
             model, args.lora_rank, args.lora_alpha, LORA_DROPOUT, args.lora_targets.split(",")
         )
@@ -395,7 +393,7 @@ def share_of_exact(accelerator, model, tokenizer, held_out, args):
 
 def load_trained(folder, args):
     """The model, as `compute_loss` takes it, and the tokenizer of a finished run of `args`."""
-    files = "auto" if args.lora_rank or args.adapter else torch.float32
+    files = "auto" if args.lora_rank else torch.float32
     options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files)
     options["attn_implementation"] = causal_lm.ATTENTION[args.attention]
     model, tokenizer, _ = adapters.load_trained(folder, **options)
@@ -685,9 +683,6 @@ def parse_args():
         metavar="NAMES",
         help="layers with adapters, separated by commas, such as q_proj,v_proj",
     )
-    group.add_argument(
-        "--adapter", metavar="PATH", help="continue to train this adapter, with its own settings"
-    )
     group = parser.add_argument_group(
         "training (a sample is a block of block_size tokens; --lr is 2e-4 with LoRA)"
     )
@@ -716,18 +711,15 @@ def parse_args():
     )
     parser.set_defaults(epochs=1, batch_size=16, max_grad_norm=1.0, weight_decay=0.1)
     has_lora = flags.choice(parser, "lora_rank") not in (0, "0")
-    parser.set_defaults(lr=2e-4 if has_lora or flags.choice(parser, "adapter") else 2e-5)
+    parser.set_defaults(lr=2e-4 if has_lora else 2e-5)
     if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
     args = flags.parse_with_checks(parser, fits=True)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
-    if args.lora_rank and args.adapter:
-        raise UserError("--adapter has a rank of its own: leave out --lora_rank")
-    is_adapted = args.lora_rank or args.adapter
-    if is_adapted and (args.from_scratch or args.model == "tiny"):
+    if args.lora_rank and (args.from_scratch or args.model == "tiny"):
         raise UserError("LoRA adapts pretrained weights: give a --model that has some")
-    if args.dtype == "bfloat16" and not is_adapted:
+    if args.dtype == "bfloat16" and not args.lora_rank:
         # An update of less than 1/256 of a weight would be rounded away.
         raise UserError(
             "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "

@@ -23,7 +23,7 @@ def saved(folder, config):
 
 def load_model(name="tiny", config=None, accelerator=None, **options):
     defaults = dict(attention="auto", dtype=None, export_dtype="auto", from_scratch=True, seed=0)
-    options = defaults | dict(lora_rank=0, adapter=None) | options
+    options = defaults | dict(lora_rank=0) | options
     args, config = SimpleNamespace(model=name, **options), config or make_config("llama")
     return causal_lm.load_model(accelerator or fakes.accelerator(), config, args)
 
@@ -121,6 +121,59 @@ def test_processes_of_a_sharded_run_hold_no_weights(
         assert torch.equal(main.lm_head.weight, expected.lm_head.weight)
     if reads:
         assert main.config.to_dict() == other.config.to_dict()
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+def test_weights_gradients_and_moments_are_counted():
+    """In bytes: of all weights, of shards, and of LoRA beside weights in bfloat16."""
+    config = make_config("llama")
+    model = make_model("llama")
+    count = model.num_parameters()
+    block = sum(weight.numel() for weight in model.model.layers[0].parameters())
+    rest = 2 * block + model.model.embed_tokens.weight.numel() + 32  # the last norm
+    for options, expected in (
+        ((None, 1, 1, False), (4, 4, 8)),
+        ((None, 2, 1, False), (4, 8, 8)),  # the buckets of DDP
+        ((None, 1, 1, True), (6, 4, 8)),  # autocast keeps copies
+        ((None, 8, 4, False), (1 + 4 * rest / count, 1, 2)),
+        ((None, 4, 4, True), (1 + 2 * rest / count, 1, 2)),
+        ((torch.bfloat16, 1, 1, False), (0.99 * 2 + 0.04, 0.04, 0.08)),
+    ):
+        found = causal_lm.estimate_memory(config, *options)
+        assert [part / count for part in found] == pytest.approx(expected), options
+    assert causal_lm.estimate_memory(make_config("gpt2"), None, 2, 2, False)
+
+
+def test_what_cannot_fit_is_refused_and_what_may_is_said(monkeypatch, capsys):
+    memory, asked, gib = SimpleNamespace(available=50 * 2**30), [], 2**30
+
+    def estimate(*options):
+        asked.append(options[1:])
+        return 4 * gib, 8 * gib, 8 * gib
+
+    monkeypatch.setattr(causal_lm.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(causal_lm.devices, "local_processes", lambda: 2)
+    monkeypatch.setattr(causal_lm, "estimate_memory", estimate)
+
+    def check(rank=0, **options):
+        here = fakes.accelerator(2, rank, mixed_precision="bf16")
+        args = SimpleNamespace(**dict(lora_rank=0, dtype=None) | options)
+        causal_lm.check_memory(here, SimpleNamespace(dtype=torch.bfloat16), args)
+        return capsys.readouterr().out
+
+    says = "memory per process: weights 4.0, gradients 8.0, optimizer 8.0, and activations; 25.0"
+    assert check().startswith(says) and check(rank=1) == ""
+    check(lora_rank=4)
+    check(lora_rank=4, dtype="float32")
+    dtypes = [None, None, torch.bfloat16, torch.float32]
+    assert asked == [(dtype, 2, 1, True) for dtype in dtypes]
+    memory.available = 2 * 19 * gib
+    with pytest.raises(UserError, match=r"the model does not fit: .* 19\.0 GiB are free"):
+        check()
+    gib = 10
+    assert check() == ""
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -237,7 +290,6 @@ FLOAT, BRAIN = torch.float32, torch.bfloat16
         ({"from_scratch": True, "export_dtype": "bfloat16"}, FLOAT, BRAIN),
         ({"name": "tiny"}, FLOAT, FLOAT),
         ({"lora_rank": 4}, BRAIN, BRAIN),
-        ({"adapter": "a"}, BRAIN, BRAIN),
         ({"lora_rank": 4, "dtype": "float32"}, FLOAT, BRAIN),
         ({"attention": "sdpa"}, FLOAT, BRAIN),
         ({"attention": "eager"}, FLOAT, BRAIN),

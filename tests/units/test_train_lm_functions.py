@@ -111,7 +111,6 @@ LORA = "--model m --lora_rank 4"
         ("--model m", dict(lr=2e-5, epochs=1, block_size=1024, batch_size=16, weight_decay=0.1)),
         (LORA, dict(lr=2e-4, lora_alpha=8.0, dtype=None)),
         (f"{LORA} --lora_alpha 3 --dtype bfloat16", dict(lora_alpha=3.0, dtype="bfloat16")),
-        ("--model m --adapter a --dtype bfloat16", dict(lr=2e-4, lora_rank=0)),
         ("--model m --lora_rank 0", dict(lr=2e-5)),
         ("--overfit_batch", dict(lr_schedule="constant", max_train_steps=200)),
         ("--streaming --max_train_steps 4", dict(streaming=True, val_fraction=0.1)),
@@ -125,9 +124,7 @@ def test_what_is_not_given_follows_from_the_rest(script, words, expected, monkey
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--model m --lora_rank 4 --adapter a", "--adapter has a rank of its own"),
         ("--lora_rank 4", "LoRA adapts pretrained weights"),
-        ("--adapter a", "LoRA adapts pretrained weights"),
         (f"{LORA} --from_scratch", "LoRA adapts pretrained weights"),
         ("--model m --dtype bfloat16", "--dtype bfloat16 is for the frozen weights"),
         ("--streaming", "--streaming needs --max_train_steps"),

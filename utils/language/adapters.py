@@ -10,8 +10,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoTokenizer
 
 from utils.language import causal_lm, sharded_files
@@ -62,37 +61,6 @@ def add_lora(model, rank, alpha, dropout, targets):
 def _is_matrix(layer):
     weight = getattr(layer, "weight", None)
     return getattr(weight, "ndim", 0) == 2 and not isinstance(layer, torch.nn.Embedding)
-
-
-def load_adapter(model, path):
-    """Freezes a model, and adds the adapter in a folder, to train it further.
-
-    Raises UserError if there is none, or it is that of another model.
-    """
-    folder = Path(path).expanduser()
-    folder = folder / ADAPTER if (folder / ADAPTER).is_dir() else folder
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise UserError(f"--adapter {path} holds no adapter_model.safetensors")
-    return _attach(model, folder, is_trainable=True)
-
-
-def _attach(model, folder, **options):
-    """Adds the adapter in a folder: all of it, and to all layers that it is for."""
-    try:
-        model = PeftModel.from_pretrained(model, folder, **options)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the adapter {folder} does not fit the model: {reason}") from None
-    # Of names that one of them lacks, peft only warns.
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        saved = {name for name in file.keys() if "lora_" in name}  # noqa: SIM118 (not a dict)
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    own = {name for name in state if "lora_" in name}
-    if saved != own:
-        where = "the adapter" if saved - own else "the model"
-        name = sorted(saved ^ own)[0]
-        raise UserError(f"the adapter {folder} is that of another model: only {where} has {name}")
-    return model
 
 
 def save_trained_only(model):
@@ -256,7 +224,9 @@ def _load_adapted(folder, **options):
     config = AutoConfig.from_pretrained(causal_lm.find(base)).get_text_config()
     if trained_on and trained_on != causal_lm.fingerprint(base, config):
         raise UserError(f"{folder / ADAPTER} was trained on another model than {base} is now")
-    return _attach(model, folder / ADAPTER), AutoTokenizer.from_pretrained(folder / ADAPTER)
+    with causal_lm.loading(base, "adapter"):
+        model = PeftModel.from_pretrained(model, folder / ADAPTER)
+    return model, AutoTokenizer.from_pretrained(folder / ADAPTER)
 
 
 def _load(name, **options):

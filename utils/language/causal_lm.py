@@ -1,4 +1,4 @@
-"""Loads causal language models of `transformers`, their configurations and tokenizers.
+"""Loads causal language models of `transformers`, if they fit, and their tokenizers.
 
 Needs the packages in scripts/requirements_lm.txt.
 """
@@ -10,9 +10,10 @@ import os
 import warnings
 from pathlib import Path
 
+import psutil
 import torch
 import transformers
-from accelerate import PartialState
+from accelerate import PartialState, init_empty_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,8 +24,10 @@ from utils.language import sharded_files
 from utils.language.conversations import Encoder, pad_id_of
 from utils.language.rows import checksum, reading
 from utils.report.model_card import ADAPTER, MODEL
+from utils.run import devices
 from utils.run.failures import UserError
 from utils.run.output import notice
+from utils.scale import fsdp
 
 # Every process would draw a bar for each file of weights, and report at length which weights are
 # missing (see `load_weights`). Each save would warn that tied weights are saved only once.
@@ -49,6 +52,9 @@ ATTENTION = {
 }
 # Their masks do not depend on the positions (transformers 5.24).
 IGNORE_POSITIONS = {"afmoe", "biogpt", "bloom", "gpt_oss", "mpt", "openai-gpt", "opt", "xglm"}
+GIB = 2**30
+FLOAT, ADAM = 4, 8  # bytes of a trained weight and of its gradient; of its two moments
+LORA = 0.01  # the part of the weights that LoRA trains, about
 CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.txt"]  # files of a model without its weights
 
 
@@ -67,8 +73,7 @@ def find(name, flag="--model"):
                 return folder
         if (path / ADAPTER).is_dir():
             raise UserError(
-                f"{flag} {name} has an adapter only: give its base model, and --adapter "
-                f"{path / ADAPTER}; or make a model of both with --merge {name}"
+                f"{flag} {name} has an adapter only: make a model of it with --merge {name}"
             )
         raise UserError(f"{flag} {name} has no config.json: it is no model of transformers")
     if path.exists() or name.startswith((".", "/", "~")):
@@ -142,6 +147,62 @@ def load_tokenizer(name, chat_template=None):
     return tokenizer
 
 
+def estimate_memory(config, frozen, processes, shards, half):
+    """The bytes that weights, their gradients and the moments of AdamW take in a process.
+
+    Activations come on top of it. Nothing of the model is in memory.
+
+    Args:
+        frozen (torch.dtype | None): of the weights beside LoRA's; None: all are trained.
+        processes, shards (int): all of them, and those that share a copy of the model.
+        half (bool): whether it computes in bf16.
+
+    Returns:
+        tuple[float, float, float].
+    """
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    count, size = model.num_parameters(), 2 if half else FLOAT
+    trained = count * LORA if frozen else count
+    frozen_bytes = (count - trained) * frozen.itemsize if frozen else 0
+    weights, gradients = (trained * FLOAT + frozen_bytes) / shards, trained * FLOAT / shards
+    if shards > 1:  # it gathers what belongs to no block, a block, and meanwhile the next one
+        blocks = [sum(map(torch.numel, block.parameters())) for block in fsdp.blocks(model)]
+        weights += (2 * max(blocks, default=0) + count - sum(blocks)) * size
+    else:
+        weights += trained * size if half else 0  # autocast keeps its copies
+        gradients *= 2 if processes > 1 else 1  # the buckets of DDP
+    return weights, gradients, trained * ADAM / shards
+
+
+def check_memory(accelerator, config, args):
+    """Says what training takes, and what there is; call it before the weights are loaded.
+
+    Raises UserError if weights, gradients and optimizer take more than is free.
+    """
+    processes, shards, frozen = accelerator.num_processes, fsdp.parts(accelerator), None
+    if args.lora_rank:
+        frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32
+    half = accelerator.mixed_precision == "bf16"
+    parts = estimate_memory(config, frozen, processes, shards, half)
+    if accelerator.device.type == "cuda":
+        free, where = torch.cuda.mem_get_info(accelerator.device)[0], "GPU"
+    else:
+        free = psutil.virtual_memory().available // devices.local_processes()
+        where = "process"
+    named = zip(("weights", "gradients", "optimizer"), parts, strict=True)
+    listed = ", ".join(f"{name} {part / GIB:.1f}" for name, part in named)
+    line = f"memory per {where}: {listed}, and activations; {free / GIB:.1f} GiB are free"
+    if sum(parts) > free:
+        raise UserError(
+            f"the model does not fit: {line}. Less takes --lora_rank 16, or more GPUs with an FSDP "
+            "configuration"
+        )
+    if sum(parts) > GIB and accelerator.is_main_process:
+        print(line)
+
+
 def load_model(accelerator, config, args):
     """Loads a model with its weights, or with random ones.
 
@@ -161,7 +222,7 @@ def load_model(accelerator, config, args):
         raise UserError("--attention flex does not train on a CPU: use sdpa")
     is_new = args.from_scratch or args.model == TINY
     files = None if is_new else config.dtype
-    frozen = files if args.lora_rank or args.adapter else None
+    frozen = files if args.lora_rank else None
     options = dict(dtype=getattr(torch, args.dtype) if args.dtype else frozen or torch.float32)
     options["attn_implementation"] = ATTENTION[args.attention]
     if args.from_scratch and hasattr(config, "quantization_config"):

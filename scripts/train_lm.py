@@ -393,9 +393,9 @@ def share_of_exact(accelerator, model, tokenizer, held_out, args):
 
 def load_trained(folder, args):
     """The model, as `compute_loss` takes it, and the tokenizer of a finished run of `args`."""
-    files = "auto" if args.lora_rank else torch.float32
-    options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files)
-    options["attn_implementation"] = causal_lm.ATTENTION[args.attention]
+    dtype = "auto" if args.lora_rank else torch.float32
+    attention = causal_lm.ATTENTION[args.attention]
+    options = dict(dtype=dtype, attn_implementation=attention)
     model, tokenizer, _ = adapters.load_trained(folder, **options)
     lm_loss.chunk_loss(model)
     return model, tokenizer
@@ -642,12 +642,6 @@ def parse_args():
         help="start with random weights: take only configuration and tokenizer from --model",
     )
     group.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="dtype of the weights, bfloat16 only of frozen ones (default: float32, or that of "
-        "frozen ones in their files); the configuration sets the precision of the computation",
-    )
-    group.add_argument(
         "--export_dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
@@ -719,12 +713,6 @@ def parse_args():
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and (args.from_scratch or args.model == "tiny"):
         raise UserError("LoRA adapts pretrained weights: give a --model that has some")
-    if args.dtype == "bfloat16" and not args.lora_rank:
-        # An update of less than 1/256 of a weight would be rounded away.
-        raise UserError(
-            "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "
-            "mixed_precision: bf16 in the configuration, which keeps weights in float32"
-        )
     if args.streaming and args.val_fraction:
         raise UserError("--streaming holds out one document of 64: leave out --val_fraction")
     args.val_fraction = args.val_fraction or 0.1

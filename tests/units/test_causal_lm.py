@@ -22,7 +22,7 @@ def saved(folder, config):
 
 
 def load_model(name="tiny", config=None, accelerator=None, **options):
-    defaults = dict(attention="auto", dtype=None, export_dtype="auto", from_scratch=True, seed=0)
+    defaults = dict(attention="auto", export_dtype="auto", from_scratch=True, seed=0)
     options = defaults | dict(lora_rank=0) | options
     args, config = SimpleNamespace(model=name, **options), config or make_config("llama")
     return causal_lm.load_model(accelerator or fakes.accelerator(), config, args)
@@ -159,15 +159,14 @@ def test_what_cannot_fit_is_refused_and_what_may_is_said(monkeypatch, capsys):
 
     def check(rank=0, **options):
         here = fakes.accelerator(2, rank, mixed_precision="bf16")
-        args = SimpleNamespace(**dict(lora_rank=0, dtype=None) | options)
+        args = SimpleNamespace(**dict(lora_rank=0) | options)
         causal_lm.check_memory(here, SimpleNamespace(dtype=torch.bfloat16), args)
         return capsys.readouterr().out
 
     says = "memory per process: weights 4.0, gradients 8.0, optimizer 8.0, and activations; 25.0"
     assert check().startswith(says) and check(rank=1) == ""
     check(lora_rank=4)
-    check(lora_rank=4, dtype="float32")
-    dtypes = [None, None, torch.bfloat16, torch.float32]
+    dtypes = [None, None, torch.bfloat16]
     assert asked == [(dtype, 2, 1, True) for dtype in dtypes]
     memory.available = 2 * 19 * gib
     with pytest.raises(UserError, match=r"the model does not fit: .* 19\.0 GiB are free"):
@@ -290,7 +289,6 @@ FLOAT, BRAIN = torch.float32, torch.bfloat16
         ({"from_scratch": True, "export_dtype": "bfloat16"}, FLOAT, BRAIN),
         ({"name": "tiny"}, FLOAT, FLOAT),
         ({"lora_rank": 4}, BRAIN, BRAIN),
-        ({"lora_rank": 4, "dtype": "float32"}, FLOAT, BRAIN),
         ({"attention": "sdpa"}, FLOAT, BRAIN),
         ({"attention": "eager"}, FLOAT, BRAIN),
     ],

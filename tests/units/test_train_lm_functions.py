@@ -109,8 +109,8 @@ LORA = "--model m --lora_rank 4"
     [
         ("", dict(lr=4e-3, epochs=2, block_size=256, max_grad_norm=1.0, lr_schedule="cosine")),
         ("--model m", dict(lr=2e-5, epochs=1, block_size=1024, batch_size=16, weight_decay=0.1)),
-        (LORA, dict(lr=2e-4, lora_alpha=8.0, dtype=None)),
-        (f"{LORA} --lora_alpha 3 --dtype bfloat16", dict(lora_alpha=3.0, dtype="bfloat16")),
+        (LORA, dict(lr=2e-4, lora_alpha=8.0)),
+        (f"{LORA} --lora_alpha 3", dict(lora_alpha=3.0)),
         ("--model m --lora_rank 0", dict(lr=2e-5)),
         ("--overfit_batch", dict(lr_schedule="constant", max_train_steps=200)),
         ("--streaming --max_train_steps 4", dict(streaming=True, val_fraction=0.1)),
@@ -126,7 +126,6 @@ def test_what_is_not_given_follows_from_the_rest(script, words, expected, monkey
     [
         ("--lora_rank 4", "LoRA adapts pretrained weights"),
         (f"{LORA} --from_scratch", "LoRA adapts pretrained weights"),
-        ("--model m --dtype bfloat16", "--dtype bfloat16 is for the frozen weights"),
         ("--streaming", "--streaming needs --max_train_steps"),
         ("--streaming --max_train_steps 4 --overfit_batch", "--streaming needs"),
     ],

@@ -181,9 +181,8 @@ def check_memory(accelerator, config, args):
 
     Raises UserError if weights, gradients and optimizer take more than is free.
     """
-    processes, shards, frozen = accelerator.num_processes, fsdp.parts(accelerator), None
-    if args.lora_rank:
-        frozen = getattr(torch, args.dtype) if args.dtype else config.dtype or torch.float32
+    processes, shards = accelerator.num_processes, fsdp.parts(accelerator)
+    frozen = config.dtype or torch.float32 if args.lora_rank else None
     half = accelerator.mixed_precision == "bf16"
     parts = estimate_memory(config, frozen, processes, shards, half)
     if accelerator.device.type == "cuda":
@@ -223,8 +222,8 @@ def load_model(accelerator, config, args):
     is_new = args.from_scratch or args.model == TINY
     files = None if is_new else config.dtype
     frozen = files if args.lora_rank else None
-    options = dict(dtype=getattr(torch, args.dtype) if args.dtype else frozen or torch.float32)
-    options["attn_implementation"] = ATTENTION[args.attention]
+    attention = ATTENTION[args.attention]
+    options = dict(dtype=frozen or torch.float32, attn_implementation=attention)
     if args.from_scratch and hasattr(config, "quantization_config"):
         del config.quantization_config  # the new weights are not quantized
     with loading(args.model, "model"):

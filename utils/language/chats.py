@@ -60,13 +60,12 @@ class ChatTemplate:
         self._name = re.compile(pattern)
         self._marked = re.compile(f"{OPEN}({pattern}){CLOSE}|[{OPEN}{CLOSE}]")
 
-    def split(self, messages, where, *, first=0, tools=None, together=False):
+    def split(self, messages, where, *, tools=None, together=False):
         """Renders a conversation.
 
         Args:
             messages (list[dict]): as `check_messages` returns them, at least one.
             where (str): names the conversation, in messages.
-            first (int): answers before this message are not learned.
             tools (list | None): the tools that the template is told.
             together (bool): all messages are one document, of which only the last answer counts.
 
@@ -83,7 +82,7 @@ class ChatTemplate:
         if together:
             chains = [self._whole(messages, tools, where)]
         else:
-            chains = self._chains(messages, first, tools, where)
+            chains = self._chains(messages, tools, where)
         for texts in chains:
             documents.append([part for pair in texts for part in self._parts(*pair)])
         return documents
@@ -99,17 +98,12 @@ class ChatTemplate:
             if piece or is_answer:
                 yield Part(piece or "", number % 2 == 1, is_answer)
 
-    def _chains(self, messages, first, tools, where):
+    def _chains(self, messages, tools, where):
         """A list for each document: texts, alternately before an answer and an answer."""
-        if not self._writes_texts:
-            raise UserError(
-                "the chat template does not write contents that are texts: give another "
-                "--chat_template"
-            )
         chains, before = [], None
         for index, message in enumerate(messages):
             # Nobody asked for an answer that nothing precedes.
-            if message["role"] != "assistant" or index == 0 or index < first or _is_empty(message):
+            if message["role"] != "assistant" or index == 0 or _is_empty(message):
                 continue
             if message.get("weight") == 0 or message.get("train") is False:
                 continue  # as in the data of other trainers: it is read, and not learned
@@ -127,15 +121,6 @@ class ChatTemplate:
                 chains.append([(prompt, False), answer])
             before = whole
         return chains
-
-    @functools.cached_property
-    def _writes_texts(self):
-        """Whether what the template writes has the contents of messages that are texts."""
-        turns = [{"role": role, "content": "wxyz"} for role in ("user", "assistant")]
-        try:
-            return "wxyz" in self._render(turns, False, None, "a message")
-        except UserError:  # it takes other conversations only
-            return True
 
     def _whole(self, messages, tools, where):
         """As an element of `_chains`, with all messages, of which only the last answer is one."""
@@ -197,7 +182,7 @@ def _without_clock(template):
 # ------------------------------------------------------------------------------- messages of a row
 
 
-def check_messages(messages, where, column="messages"):
+def check_messages(messages, where):
     """The messages of a row, checked.
 
     Returns:
@@ -205,16 +190,14 @@ def check_messages(messages, where, column="messages"):
         next to `tool_calls`. Raises UserError if they are something else; `where` names the row.
     """
     if not isinstance(messages, (list, tuple)):
-        kind = type(messages).__name__
-        raise UserError(f"the {column} of {where} is no text or list of messages, but {kind}")
+        raise UserError(f"the messages of {where} are no list, but {type(messages).__name__}")
     return [_check(message, f"message {i} of {where}") for i, message in enumerate(messages)]
 
 
 def unread_keys(rows, template, most=1000):
     """The keys (list) of messages that nothing reads, in the first `most` rows."""
-    columns = ("messages", "prompt", "completion")
-    values = [row.get(name) for row in itertools.islice(rows, most) if row for name in columns]
-    messages = [m for value in values if isinstance(value, list) for m in value]
+    values = [row.get("messages") for row in itertools.islice(rows, most) if row]
+    messages = [message for value in values for message in value or []]
     keys = {str(key) for message in messages if isinstance(message, dict) for key in message}
     read = KEYS | set(re.findall(r"\w+", str(template)))
     return sorted(key for key in keys if not set(re.findall(r"\w+", key)) <= read)

@@ -103,17 +103,10 @@ class Encoder:
             return []
         if kind == "text":
             return self._draft_text(row["text"], where)
-        if kind == "messages":
-            messages, first = check_messages(row["messages"], where), 0
-        else:
-            prompt, completion = row["prompt"], row["completion"]
-            if isinstance(prompt, str) and isinstance(completion, str):
-                return self._draft_completion(prompt, completion, where)
-            prompt = check_messages(prompt, where, "prompt")
-            answers = check_messages(completion, where, "completion")
-            messages, first = prompt + answers, len(prompt)
-        options = dict(first=first, tools=check_tools(row.get("tools"), where))
-        options["together"] = self.loss_on == ALL
+        if kind == "prompt":
+            return self._draft_completion(row, where)
+        messages, tools = check_messages(row["messages"], where), row.get("tools")
+        options = dict(tools=check_tools(tools, where), together=self.loss_on == ALL)
         documents = self._chat.split(messages, where, **options) if messages else []
         return [Draft(parts, False, False, False) for parts in documents]
 
@@ -135,10 +128,16 @@ class Encoder:
         if before is not None and (before.strip() or not begins):
             yield Draft([Part(before, True)], True, begins, True)
 
-    def _draft_completion(self, prompt, completion, where):
-        check_unicode(prompt + completion, where)
-        parts = [Part(prompt, True), Part(completion, True, True)]
-        return [Draft(parts, False, True, True)] if completion.strip() else []
+    def _draft_completion(self, row, where):
+        for name in KINDS["prompt"]:
+            if not isinstance(row[name], str):
+                raise UserError(
+                    f"the {name} of {where} is no text, but {type(row[name]).__name__}: of two "
+                    "lists of messages, make one column, messages"
+                )
+            check_unicode(row[name], where)
+        parts = [Part(row["prompt"], True), Part(row["completion"], True, True)]
+        return [Draft(parts, False, True, True)] if row["completion"].strip() else []
 
     def encode_prompt(self, text, kind):
         """The tokens of what a model is asked, as before an answer or a text that it learned.

@@ -124,8 +124,8 @@ def small_batch(accelerator, model):
 def check(accelerator, model, packed):
     """Compares the loss of a small batch with what it must be; call it on every process.
 
-    No token may attend to a later one. Of two documents in a block, the second may not depend on
-    the first, and has the loss that it has alone. And the loss is the model's own.
+    Of two documents in a block, the second may not depend on the first, and has the loss that it
+    has alone. And the loss is the model's own.
 
     Args: model: as `prepare` returned it. packed (bool): whether blocks have several documents.
 
@@ -136,47 +136,36 @@ def check(accelerator, model, packed):
     model.eval()
     causal = _causal(accelerator.unwrap_model(model))
     name, config = type(causal).__name__, causal.config
+
+    def far(one, other, tolerance):
+        return any(gather(accelerator, abs(one / other - 1) > tolerance))  # the same everywhere
+
+    def loss_of(inputs):
+        return model(**inputs, per_block=True).sum().item()  # without the balance of experts
+
     exact = accelerator.mixed_precision == "no" and causal.dtype == torch.float32
     rounding = 1e-4 if exact else 2e-2
     batch = small_batch(accelerator, model)
     alone = {key: value[:, 5:] for key, value in batch.items()}
-    second = _changed(batch, "targets", slice(0, 5), -100)
-
-    def differ(one, other, tolerance=rounding):
-        far = abs(model(**one).item() / model(**other).item() - 1) > tolerance
-        return any(gather(accelerator, far))  # the same on every process
-
-    def depends(scored, place):
+    inputs, targets = batch.pop("input_ids"), batch["targets"].clone()
+    if packed:
+        targets[:, :5] = -100
+        batch["targets"], changed = targets, inputs.clone()
+        changed[:, :5] = (inputs[:, :5] + 1) % inputs.max()
+        loss, other = (loss_of({**batch, "input_ids": tokens}) for tokens in (inputs, changed))
         # What a token does not attend to has no effect at all, in any precision and even if the
         # weights are random and the losses differ little. But experts take tokens together.
-        return differ(scored, _changed(scored, "input_ids", place), *sensitive)
-
-    sensitive = [] if _has_experts(config) else [1e-6]
-    balanced = _is_balanced(causal)
-    if balanced:
-        config.output_router_logits = False  # the balance depends on the whole batch
-    if depends(_changed(alone, "targets", slice(5, None), -100), slice(6, None)):
-        raise UserError(f"{name} is no causal language model: its tokens attend to later ones")
-    if packed and (depends(second, slice(0, 5)) or differ(second, alone)):
-        raise UserError(
-            f"{name} with --attention {config._attn_implementation} lets packed documents attend "
-            "to each other: use another --attention, or another model"
-        )
-    inputs = {key: value for key, value in alone.items() if key != "targets"}
-    labels = {"labels": alone["targets"], "shift_labels": alone["targets"], "use_cache": False}
-    own = model(**inputs, **labels).loss.item() * alone["targets"].numel()
-    if any(gather(accelerator, abs(model(**alone).item() / own - 1) > rounding)):
+        sensitive = rounding if _has_experts(config) else 1e-6
+        if far(loss, other, sensitive) or far(loss, loss_of(alone), rounding):
+            raise UserError(
+                f"{name} with --attention {config._attn_implementation} lets packed documents "
+                "attend to each other: use another --attention, or another model"
+            )
+    loss, targets = loss_of(alone), alone.pop("targets")
+    own = model(**alone, labels=targets, shift_labels=targets, use_cache=False).loss.item()
+    if far(loss, own * targets.numel(), rounding):
         raise UserError(f"{name} cannot be trained: it has another loss than that of each token")
-    if balanced:
-        config.output_router_logits = True
     model.train(was_training)
-
-
-def _changed(batch, key, place, value=None):
-    """A copy of a batch with `value`, or else with other tokens, at a place of `key`."""
-    tensor = batch[key].clone()
-    tensor[:, place] = (tensor[:, place] + 1) % tensor.max() if value is None else value
-    return {**batch, key: tensor}
 
 
 def _has_experts(config):

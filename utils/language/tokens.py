@@ -29,7 +29,7 @@ from utils.evaluation import with_progress
 from utils.language import lanes
 from utils.language.chats import unread_keys
 from utils.language.conversations import Document, Encoder
-from utils.language.documents import asked, find_documents
+from utils.language.documents import find_documents
 from utils.language.packing import SEGMENT, Parts, Stream, join_segments
 from utils.language.rows import checksum
 from utils.run import devices, process
@@ -52,7 +52,7 @@ class Corpus(NamedTuple):
     """A tokenized data set.
 
     splits: dict, `train`, and `val` or else `test` -> Blocks; of a stream, only what is held out.
-    kind: how a model of it is asked: `messages`, `prompt` or `text`.
+    kind: of its documents: `messages`, `prompt` or `text`.
     description: one line, with a checksum of the tokens.
     details: more lines: documents, tokens, targets, padding, and what was left out.
     """
@@ -100,7 +100,7 @@ def load_tokens(name, settings):
         details += _describe_copies(tables["train"], split, tables[split], kind)
     if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
-    return Corpus(splits, asked(source), _summarize(tables, splits, kind), details)
+    return Corpus(splits, kind, _summarize(tables, splits, kind), details)
 
 
 def divide(segments, settings):
@@ -328,7 +328,7 @@ def load_held_out(name, settings):
     files = source.splits["train"].fingerprint
     short = checksum(b"".join(map(bytes, rows)), files.encode())
     size = f"a stream, of which {blocks.tokens:,} tokens are held out"
-    return Corpus({"val": blocks}, asked(source), f"{size} (fingerprint {short})", [])
+    return Corpus({"val": blocks}, source.kind, f"{size} (fingerprint {short})", [])
 
 
 class OfRow(list):

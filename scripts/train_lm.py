@@ -69,7 +69,7 @@ from utils.scale.watchdog import Watchdog
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
-    from utils.language import adapters, causal_lm, document_attention, lm_loss
+    from utils.language import adapters, causal_lm, lm_loss
 
 
 def check_packages():
@@ -105,7 +105,7 @@ def build_model(accelerator, config, args):  # EDIT: model
     causal_lm.check_memory(accelerator, config, args)
     model = causal_lm.load_model(accelerator, config, args)
     if args.attention == "auto":
-        document_attention.use(accelerator, model)
+        lm_loss.attend_by_document(accelerator, model)
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})

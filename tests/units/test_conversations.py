@@ -6,8 +6,7 @@ import json
 import pytest
 from harness.chats import CHATML, PLAIN, make_tokenizer, say, with_template
 
-from utils.language.chats import check_messages, unread_keys
-from utils.language.conversations import ALL, Encoder
+from utils.language.conversations import ALL, Encoder, check_messages, unread_keys
 from utils.run.failures import UserError
 
 transformers = pytest.importorskip("transformers")

@@ -27,8 +27,7 @@ from utils.data.permutation import sample_seed
 from utils.data.tables import hold_out
 from utils.evaluation import with_progress
 from utils.language import lanes
-from utils.language.chats import unread_keys
-from utils.language.conversations import Document, Encoder
+from utils.language.conversations import Document, Encoder, unread_keys
 from utils.language.documents import find_documents
 from utils.language.packing import SEGMENT, Parts, Stream, join_segments
 from utils.language.rows import checksum

@@ -393,9 +393,9 @@ def share_of_exact(accelerator, model, tokenizer, held_out, args):
 
 def load_trained(folder, args):
     """The model, as `compute_loss` takes it, and the tokenizer of a finished run of `args`."""
-    dtype = "auto" if args.lora_rank else torch.float32
-    attention = causal_lm.ATTENTION[args.attention]
-    options = dict(dtype=dtype, attn_implementation=attention)
+    options = dict(dtype="auto" if args.lora_rank else torch.float32)
+    if args.attention != "auto":
+        options["attn_implementation"] = args.attention
     model, tokenizer, _ = adapters.load_trained(folder, **options)
     lm_loss.chunk_loss(model)
     return model, tokenizer
@@ -650,7 +650,7 @@ def parse_args():
     )
     group.add_argument(
         "--attention",
-        choices=["auto", "sdpa", "eager", "flex", "flash"],
+        choices=["auto", "sdpa", "eager"],
         default="auto",
         help="implementation in transformers; auto: sdpa, without a mask if possible",
     )

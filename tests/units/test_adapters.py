@@ -95,7 +95,7 @@ def test_an_export_is_what_transformers_writes_of_the_rounded_model(
     dtype, limit, tmp_path, monkeypatch
 ):
     """And what is evaluated last."""
-    monkeypatch.setattr(adapters.sharded_files, "SHARD_SIZE", limit)
+    monkeypatch.setattr(adapters, "SHARD_SIZE", limit)
     model, expected = make_model("llama"), make_model("llama")
     for some in (model, expected):
         some.register_buffer("count", torch.tensor(2**30 + 1))  # no rounding
@@ -121,8 +121,8 @@ def test_an_export_is_what_transformers_writes_of_the_rounded_model(
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_processes_export_a_sharded_model_together(name, tmp_path, monkeypatch):
     """Each its slices; unless transformers has to join its weights first."""
-    wrote, write = [], adapters.sharded_files.write
-    monkeypatch.setattr(adapters.sharded_files, "write", lambda *a: wrote.append(1) or write(*a))
+    wrote, write = [], adapters.write_slices
+    monkeypatch.setattr(adapters, "write_slices", lambda *a: wrote.append(1) or write(*a))
 
     def process(here, mesh):
         model, tokenizer = make_model(name), causal_lm.byte_tokenizer()

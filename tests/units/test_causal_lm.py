@@ -101,7 +101,7 @@ def test_processes_of_a_sharded_run_hold_no_weights(
     transformers has to convert. All have the same names, tied weights and angles of the positions.
     """
     used = []
-    monkeypatch.setattr(causal_lm.sharded_files.patches, "load_shards_with", used.append)
+    monkeypatch.setattr(causal_lm.patches, "load_shards_with", used.append)
     expected = make_model(name)
     expected.save_pretrained(tmp_path)
     both = [fakes.accelerator(2, rank, is_fsdp2=True) for rank in (0, 1)]
@@ -237,8 +237,6 @@ def test_weights_are_all_in_files_of_safetensors_or_refused(tmp_path, capfd):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="cannot load its model"):
         load_model(folder, from_scratch=False)
-    with pytest.raises(UserError, match="flex does not train on a CPU"):
-        load_model(folder, attention="flex")
     model.save_pretrained(tmp_path)
     model.config.num_hidden_layers = 1
     loaded = causal_lm.load_weights(folder, config=model.config)

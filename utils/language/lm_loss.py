@@ -57,10 +57,6 @@ def chunk_loss(model):
 
 def _sum_of_losses(causal, targets, per_block, kwargs):
     count, length = targets.shape
-    if "flash" in (causal.config._attn_implementation or ""):
-        # It finds packed documents by their positions in a batch of one row only.
-        kwargs = {name: value.flatten()[None] for name, value in kwargs.items()}
-        targets = targets.flatten()[None]
     balanced = _is_balanced(causal) and not per_block
     if balanced:
         kwargs["output_router_logits"] = True

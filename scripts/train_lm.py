@@ -93,7 +93,7 @@ def load_settings(args):
     """The tokenizer, the configuration of the model, and what identifies its weights."""
     tokenizer = causal_lm.load_tokenizer(args.model, args.chat_template)
     config = causal_lm.load_config(args.model, tokenizer, args.block_size)
-    return tokenizer, config, causal_lm.fingerprint(args.model, config)
+    return tokenizer, config, causal_lm.fingerprint(args.model)
 
 
 def build_model(accelerator, config, args):  # EDIT: model

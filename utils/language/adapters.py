@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from utils.language import causal_lm
@@ -309,8 +309,7 @@ def _load_adapted(folder, **options):
         raise UserError(f"{folder / ADAPTER} does not say what its base model is")
     model, _ = _load(base, **options)
     trained_on = (read_json(folder / "args.json") or {}).get("data", {}).get("base")
-    config = AutoConfig.from_pretrained(causal_lm.find(base)).get_text_config()
-    if trained_on and trained_on != causal_lm.fingerprint(base, config):
+    if trained_on and trained_on != causal_lm.fingerprint(base):
         raise UserError(f"{folder / ADAPTER} was trained on another model than {base} is now")
     with causal_lm.loading(base, "adapter"):
         model = PeftModel.from_pretrained(model, folder / ADAPTER)

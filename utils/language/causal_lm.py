@@ -5,7 +5,6 @@ Needs the packages in scripts/requirements_lm.txt.
 
 import contextlib
 import copy
-import json
 import logging
 import os
 import warnings
@@ -83,9 +82,7 @@ def find(name, flag="--model"):
         raise UserError(f"{flag} {name}: there is no such folder")
     try:
         return Path(snapshot_download(name, allow_patterns=CONFIGURATION))
-    except HFValidationError as error:
-        raise UserError(f"{flag} {name}: {str(error).splitlines()[0]}") from None
-    except (LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(
             f"{flag} {name} is no folder, and not to be had from the Hub ({reason}): on a machine "
@@ -295,19 +292,15 @@ def can_pack(config):
     return kinds <= {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-def fingerprint(name, config):
-    """What identifies a model: its configuration, and its weights, of the Hub their commit."""
-    # Without what depends on where a model lies, and on the release of transformers.
-    settings = config.to_diff_dict()
-    for key in ("dtype", "transformers_version", "_name_or_path"):
-        settings.pop(key, None)
-    parts = [json.dumps(settings, sort_keys=True, default=str).encode()]
-    if name != TINY and source(name) == name:
-        parts.append(find(name).name.encode())
-    elif name != TINY:
-        files = sorted(find(name).glob("*.safetensors"))
-        parts += [map_bytes(file).numpy() for file in files]
-    return checksum(*parts)
+def fingerprint(name):
+    """What identifies a model: its configuration and its weights; of one of the Hub its commit."""
+    if name == TINY:
+        return TINY
+    folder = find(name)
+    if source(name) == name:
+        return checksum(folder.name.encode())
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return checksum(*(map_bytes(file).numpy() for file in files))
 
 
 def ends(model, tokenizer):

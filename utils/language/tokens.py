@@ -90,13 +90,10 @@ def load_tokens(name, settings):
     splits = {}
     for split, table in tables.items():
         # The others are empty, or have no answer.
-        used = table[table["length"] > 0]
-        splits[split], counts = settings.pack(streams[split], used)
+        splits[split], counts = settings.pack(streams[split], table[table["length"] > 0])
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
-        details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
-    for split in tables.keys() - {"train"}:
-        details += _describe_copies(tables["train"], split, tables[split], kind)
+        details += _describe(tables, split, splits[split], kind, counts)
     if kind == "text" and settings.tokenizer.eos_token_id is None:
         details.append("the tokenizer has no end token: documents end without one")
     return Corpus(splits, kind, _summarize(tables, splits, kind), details)
@@ -131,31 +128,24 @@ def divide(segments, settings):
     return documents[~chosen], documents[chosen]
 
 
-def _describe(table, blocks, kind, counts):
-    """Lines about a split: its size, and what was left out."""
-    count = int((table["length"] > 0).sum())
-    sizes = [f"{count:,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
+def _describe(tables, split, blocks, kind, counts):
+    """Lines about a split: its size, what was left out, and what is in `train`, too."""
+    table = tables[split]
+    used = table["length"] > 0
+    sizes = [f"{used.sum():,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
     if kind != "text":
         sizes.append(f"{blocks.target_tokens:,} targets")
     sizes += [f"{number:,} {what}" for what, number in counts.items() if number]
     padding = 100 * (1 - blocks.tokens / len(blocks) / blocks.block_size)
-    each = f"{count / len(blocks):.1f} per block, {padding:.1f} % padding"
-    packed = f"{plural(len(blocks), 'block')}, {each}"
-    lines = [f"{', '.join(sizes)}; {packed}"]
-    empty = table["row"][table["length"] == 0]
+    lines = [f"{', '.join(sizes)}; {plural(len(blocks), 'block')}, {padding:.1f} % padding"]
+    empty = table["row"][~used]
     if len(empty):
         what = "empty documents" if kind == "text" else "conversations without an answer"
         lines.append(f"left out: {what}: {len(empty):,} (row {empty[0]})")
-    return lines
-
-
-def _describe_copies(train, split, table, kind):
-    """A line about what a split has in common with `train`; none if that is nothing."""
-    is_copy = (table["length"] > 0) & np.isin(table["digest"], train["digest"])
-    rows = table["row"][is_copy]
-    if not len(rows):
-        return []
-    return [f"{split}: equal {NOUNS[kind]} are in train: {len(rows):,} (row {rows[0]})"]
+    copies = table["row"][used & np.isin(table["digest"], tables["train"]["digest"])]
+    if split != "train" and len(copies):
+        lines.append(f"equal {NOUNS[kind]} are in train: {len(copies):,} (row {copies[0]})")
+    return [f"{split}: {line}" for line in lines]
 
 
 def _summarize(tables, splits, kind):

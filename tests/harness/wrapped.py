@@ -188,7 +188,7 @@ BEFORE = {
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_export": ("utils.run.files.write_weights", lambda: time.sleep(10)),
     "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(10)),
-    "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
+    "slow_slices": ("utils.language.adapters.write_slices", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),
     "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=2)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),

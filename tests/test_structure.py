@@ -148,7 +148,7 @@ def test_the_tests_are_collected_without_packages_that_few_need():
 
 KNOWN = set(
     "README.md requirements.txt conftest.py harness promises properties units test_gpu.py "
-    "test_gpu_path.py test_structure.py canaries.py mutation.py plot_topologies.py recipes.py "
+    "test_gpu_path.py test_structure.py canaries.py mutation.py recipes.py "
     "step_costs.py".split()
 )
 # Private names of libraries that tests need, because there is no public one.

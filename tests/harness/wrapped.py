@@ -7,7 +7,7 @@ that rank. For the faults that have an argument, that is what follows the colon.
 This is the one place of the tests that may reach into the product: into what the strings that begin
 with "utils." name, and `manifest.SHARED_CHECKS`, `process.signal_name` and
 `BackgroundWriter.wait_for_newest`. Of what is private in libraries, it uses `_models`, `_mixed_precision` and
-`_prepare_backend` of Accelerate, and `StateDictStager` and `torch._dynamo.utils` of torch.
+`_prepare_backend` of Accelerate, and `StateDictStager` of torch.
 """
 
 import contextlib
@@ -307,12 +307,6 @@ def unscale(original, self, optimizer=None):
     self.native_amp, self.state._mixed_precision = False, "no"
 
 
-@replaces("utils.muon.orthogonalize")
-def muon_in_float32(original, x, iterations=5, half=None):
-    """Not a fault: Muon orthogonalizes as precisely as on a CPU."""
-    return original(x, iterations, half=False)
-
-
 # ---------------------------------------------------------------------------------- other machines
 
 
@@ -350,12 +344,6 @@ def one_device():
 
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     put("accelerate.PartialState._prepare_backend", prepare_backend)
-
-
-@starts_with
-def gpus():
-    """This machine has N."""
-    torch.cuda.device_count = lambda: int(when)
 
 
 # ---------------------------------- not faults: what a run did, in a file or folder after the colon
@@ -422,25 +410,6 @@ def record_steps(original, self, step, losses, ids, *args, **kwargs):
     }
     write_json(os.path.join(argument, f"{os.getpid()}.jsonl"), record, "a")
     return original(self, step, losses, ids, *args, **kwargs)
-
-
-@starts_with
-def count_compilations():
-    """How often and how long the script compiled."""
-    from torch._dynamo.utils import counters, get_compilation_metrics
-
-    def report():
-        records = get_compilation_metrics()
-        compiled = [record for record in records if record.entire_frame_compile_time_s]
-        figures = {
-            "graph_breaks": sum(counters["graph_break"].values()),
-            "compiled_functions": len({record.compile_id.split("/")[0] for record in compiled}),
-            "recompilations": sum(not record.compile_id.endswith("/0") for record in compiled),
-            "compile_seconds": sum(record.entire_frame_compile_time_s for record in compiled),
-        }
-        write_json(argument, figures)
-
-    return report
 
 
 def after_steps(actions):

@@ -6,8 +6,8 @@ the C++ of torch, the Rust of safetensors. From any prefix of the operations, `s
 can be on the disk: everything that was done, if only the process died; if the machine lost power,
 at least what an fsync has covered.
 
-`crash_operations.jsonl` has the operations of one run, for machines without strace, and for the
-quick test. Delete it, and the slow test records it anew.
+`crash_operations.jsonl` has the operations of one run, for the quick test, which needs no strace.
+Delete it, and the slow test records it anew.
 """
 
 import json

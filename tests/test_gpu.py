@@ -1,7 +1,7 @@
 """What only real hardware can show, measured on the GPUs of this machine:
 
     pip install torch torchvision accelerate pytest pytest-xdist
-    python -m pytest -m gpu -n 0
+    python -m pytest -m gpu -n 0 tests/test_gpu.py
 
 Each check is a function that runs the scripts, fails if a promise is broken, and returns what it
 measured. With `-m gpu` it runs at full size, one check at a time, the most telling first: most of

@@ -212,15 +212,11 @@ for key, (path, act) in BEFORE.items():
 # ------------------------------------------------------------------------------ checkpoints and disks
 
 
-@replaces("os.rename", "lost_before_rename")
-@replaces("os.rename", "die_after_rename")
-def rename(original, source, target, **kwargs):
-    """Around the moment at which the checkpoint gets its final name."""
-    strike = str(source).endswith(".writing") and strikes()
-    if strike and name == "lost_before_rename":
-        lose_machine()
+@replaces("os.rename")
+def die_after_rename(original, source, target, **kwargs):
+    """Just after the moment at which the checkpoint gets its final name."""
     original(source, target, **kwargs)
-    if strike:
+    if str(source).endswith(".writing") and strikes():
         kill()
 
 

@@ -102,24 +102,6 @@ def test_a_machine_is_lost_in_a_step_comes_back_and_is_lost_while_saving(machine
 
 
 @pytest.mark.slow
-def test_the_machine_that_writes_is_lost_before_the_checkpoint_has_its_name_and_comes_back(
-    machines, start, tmp_path
-):
-    # The second checkpoint of an attempt: of step 10.
-    first = start(machines[0], "lost_before_rename@2:0")
-    first.wait_for("step  2/24")
-    second = start(machines[1])
-    assert first.finish()[0] == -SIGKILL
-    second.wait_for("global batch 60 = 2 processes x 30 samples")
-    second.wait_for("step 11/24")
-    outcomes = [started.finish() for started in (start(machines[0]), second)]
-    assert [code for code, _ in outcomes] == [0, 0], outcomes
-    before, (processes, begin, end), *after = check(tmp_path)
-    assert before == (2, 1, 4) and after == [(2, 6, 13), (4, 14, 24)]
-    assert (processes, begin) == (4, 5) and end >= 10  # it trains on while that is written
-
-
-@pytest.mark.slow
 def test_a_machine_without_power_is_given_up(machines, start, tmp_path):
     """After --timeout, or when the kernel gives up sending (here: seconds)."""
     arguments = f"{RUN} --timeout 10"

@@ -134,15 +134,9 @@ def lose_power():
     lose_machine()
 
 
-def send(*numbers, seconds=0):
-    """A function that sends signals to this process, and waits for so long."""
-
-    def act():
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        time.sleep(seconds)
-
-    return act
+def send(*numbers):
+    """A function that sends signals to this process."""
+    return lambda: [os.kill(os.getpid(), number) for number in numbers]
 
 
 def exhaust_memory():
@@ -182,17 +176,13 @@ BEFORE = {
     # The argument is a small file system, full from then on; that of `fill_disk`, once.
     "full_disk": (STEP, lambda: fill(os.path.join(argument, "ballast"))),
     "worker_dies_in_step": (STEP, kill_workers),
-    # The worker has announced a batch, and not sent the file descriptor of the shared memory.
-    "worker_dies_handing_over": ("multiprocessing.resource_sharer.DupFd.detach", kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
     "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(10)),
     "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),
-    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=2)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
-    "slow_hash": ("hashlib.file_digest", lambda: time.sleep(8)),
     # Between the agreement to stop and the save.
     "slow_check": ("utils.run.guard.Guard.check", lambda: time.sleep(5)),
 }

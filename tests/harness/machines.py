@@ -1,7 +1,6 @@
 """Network namespaces as machines."""
 
 import os
-import subprocess
 
 from harness.launches import COLD, Started
 
@@ -14,10 +13,6 @@ class Machine:
         self.address = f"10.77.0.{rank + 1}"
         named = ("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.name)
         self.enter = ("ip", "netns", "exec", self.name, *named)
-
-    def execute(self, words):
-        """Runs a command in its network."""
-        subprocess.run(["ip", "netns", "exec", self.name, *words.split()], check=True)
 
     def started(self, script, arguments, output_dir, *, launcher="", env=(), config=None):
         """Starts a launcher on this host as a user would: by default with 2 x 2 processes instead of

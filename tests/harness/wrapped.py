@@ -19,7 +19,6 @@ import pathlib
 import pkgutil
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -127,13 +126,6 @@ def lose_machine():
     die()
 
 
-def lose_power():
-    """Tells nobody: the packets that the kernel sends when processes die do not leave."""
-    complete_checkpoint()
-    subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
-    lose_machine()
-
-
 def send(*numbers):
     """A function that sends signals to this process."""
     return lambda: [os.kill(os.getpid(), number) for number in numbers]
@@ -163,7 +155,6 @@ BEFORE = {
     "die_while_written": ("torch.save", kill),
     "lost_in_step": (STEP, lose_machine),
     "lost_in_save": (SAVE, lose_machine),
-    "power_lost_in_step": (STEP, lose_power),
     "sigterm_in_step": (STEP, send(signal.SIGTERM)),
     "signals_in_step": (STEP, send(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)),
     "sigterm_in_evaluation": (EVALUATION, send(signal.SIGTERM)),
@@ -171,7 +162,6 @@ BEFORE = {
     "sighup_in_step": (STEP, send(signal.SIGHUP)),
     # This rank never reaches its next collective; the others must give up on their own.
     "hang": (STEP, signal.pause),
-    "unreachable": ("torch.distributed.init_process_group", signal.pause),
     "out_of_memory": (STEP, exhaust_memory),
     # The argument is a small file system, full from then on; that of `fill_disk`, once.
     "full_disk": (STEP, lambda: fill(os.path.join(argument, "ballast"))),
@@ -179,7 +169,6 @@ BEFORE = {
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
-    "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(10)),
     "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),

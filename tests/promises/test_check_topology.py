@@ -10,7 +10,6 @@ CHECK = "scripts/tools/check_topology.py"
 PROBLEMS = {
     "one_gpu@1": "rank 0 and rank 1 share one GPU of",
     "other_torch@1:1": "different versions of torch",
-    "unreachable@1:0": "all processes reached rank 0, but not each other over gloo within 3 s",
     "absent@1:1": "rank 1 of 2 did not start within 3 s",
 }
 
@@ -28,7 +27,7 @@ def test_without_problems(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["topology.json"]
 
 
-@pytest.mark.parametrize("fault", some_slow(PROBLEMS, "unreachable@1:0", "absent@1:1"))
+@pytest.mark.parametrize("fault", some_slow(PROBLEMS, "absent@1:1"))
 def test_reports_the_problem(fault, tmp_path):
     config, words = "2gpu" if "gpu" in fault else "2cpu", [fault, CHECK, "--timeout", "3"]
     done = run(config, "tests/harness/wrapped.py", words, output_dir=tmp_path, check=False)

@@ -24,6 +24,7 @@ If you copy this script, also copy the script of the run, which defines its mode
 train_images.py).
 """
 
+import contextlib
 import csv
 import importlib
 import io
@@ -45,11 +46,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import flags, weight_files
+from utils import checkpoint_weights, flags, weight_files
+from utils.data.evaluation import Progress
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import load_arrays, load_arrays_to_evaluate
 from utils.images.augment import normalize
@@ -57,9 +58,9 @@ from utils.images.decoding import Files, Images
 from utils.images.image_folder import EXTENSIONS
 from utils.images.sources import find_images, find_to_evaluate
 from utils.images.transforms import EvalTransform, ImageBatches
-from utils.language.text import load_to_evaluate
+from utils.language.rows import checksum
+from utils.language.text import Text, read_splits
 from utils.report.model_card import AT_THE_TOP
-from utils.report.output import writing_to
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
 from utils.run.collectives import run_on_all, run_on_main
@@ -83,7 +84,7 @@ def main():
 
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
-    saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
+    saved = run_on_main(accelerator, lambda: checkpoint_weights.read(args.run))
     known = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
@@ -351,7 +352,7 @@ def evaluate_gpt(accelerator, args, saved):
     refuse_options_of_classifiers(args)
     model = train_gpt.load_model(saved)
     windows, shown = load_text(accelerator, args, saved)
-    loader = train_gpt.build_eval_loader(accelerator, windows)
+    loader = train_gpt.build_eval_loader(accelerator, windows, windows.block_size)
     model = accelerator.prepare(model)
     results = train_gpt.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per byte, {results['bits_per_byte']:.4f} bits per byte"
@@ -386,9 +387,23 @@ def load_text(accelerator, args, saved):
         warn_if_changed(accelerator, name, saved.data.get("data"), description)
         return held_out, "val"
     column = saved.arguments.get("text_column", "text")
-    shown, data = local_main_first(accelerator, lambda: load_to_evaluate(name, column))
+    shown, data = local_main_first(accelerator, lambda: load_whole_text(name, column))
     agree(accelerator, name, data)
     return train_gpt.Windows(data.held_out, saved.config["block_size"]), shown
+
+
+def load_whole_text(name, column):
+    """Loads the split `test` of a text, or else `val`, or else `all` of it.
+
+    Returns:
+        tuple[str, Text]: the name of the split; its text is held out.
+    """
+    texts, details = read_splits(name, column, use=(("test", "val", "train"),))
+    [(split, text)] = texts.items()
+    if len(text) < 2:
+        raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
+    description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
+    return "all" if split == "train" else split, Text(text[:0], text, description, details)
 
 
 # ------------------------------------------------------------------------------------- train_lm.py
@@ -535,6 +550,18 @@ def load_data(accelerator, args, saved, load):
     return data
 
 
+@contextlib.contextmanager
+def writing_to(folder):
+    """Makes the folder of the output, and yields its path; an OSError in the block is one line."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
+
+
 def is_same(name, recorded):
     """Whether `name` is the data set that a run was trained on, by its Hub id or path."""
     return name == recorded or (recorded and Path(name).resolve() == Path(recorded).resolve())
@@ -552,8 +579,6 @@ def load_state(model, saved, description):
         model.load_state_dict(weight_files.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        if prefix := weight_files.shared_prefix(saved.state):
-            reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 

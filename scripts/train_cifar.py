@@ -44,14 +44,13 @@ from utils.muon import MuonSGD
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, frozen
-from utils.run.domains import number
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import batch_norm, elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -379,11 +378,11 @@ def main():
     # Validation data is held out of training and chooses a checkpoint. The test split never does.
     held_out = "val" if "val" in data.splits else "test"
     plan = Plan.from_args(args, len(data.splits["train"]))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
 
     set_seed(args.seed)
     images = data.splits["train"].images
@@ -408,7 +407,7 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
 
     def validate(step):
         data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)
@@ -459,12 +458,11 @@ def main():
     final = final_results(accelerator, model, loaders, guard.watch, mean, std, args.tta)
     results, shown, samples = final
     if accelerator.is_main_process:
-        weights.export(run.path, accelerator.unwrap_model(model), config)
+        files.write_weights(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **results)
     if accelerator.is_main_process:
         images = write_outputs(run, data.splits[shown], samples, config)
         trackers.log_images(images, step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path))
     accelerator.end_training()
 

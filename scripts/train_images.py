@@ -38,12 +38,10 @@ from torch.utils.data import DataLoader
 
 from utils import flags, schedule
 from utils.compilation import compile_model
-from utils.data import subset
-from utils.data.loaders import end_workers, explain, loader_options
-from utils.data.permutation import EpochSampler
+from utils.data import evaluation
+from utils.data.loaders import EpochSampler, end_workers, explain, fit_batch_size, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.ema import MovingAverage
-from utils.evaluation import Progress
 from utils.images import classifier_plots, image_cache, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.sources import find_images
@@ -51,16 +49,15 @@ from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTrans
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, devices, entry, launch, weights
-from utils.run.arguments import Parser, frozen
+from utils.run import ddp, devices, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import batch_norm, elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -192,7 +189,7 @@ def fit_batch(accelerator, data, args):
     Returns the arguments, with that batch size, and the samples per process and micro-batch.
     """
     power = 1 if args.optimizer == "sgd" else 0.5
-    args = flags.fit_batch(args, len(data.splits["train"]), power)
+    args = fit_batch_size(args, len(data.splits["train"]), power)
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
     if args.overfit_batch:
@@ -240,13 +237,13 @@ def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
         **options,
     )
     loaders = {"train": accelerator.prepare(train_loader)}
-    some = subset.choose(data.splits["val"], eval_samples, args.seed)
+    some = evaluation.choose(data.splits["val"], eval_samples, args.seed)
     for split, images in {**data.splits, "some": some}.items():
         if split == "train":
             continue
         if split != "some":
-            last = subset.count_last(plan, args, len(images))
-            data.splits[split] = images = subset.choose(images, last, args.seed)
+            last = evaluation.count_last(plan, args, len(images))
+            data.splits[split] = images = evaluation.choose(images, last, args.seed)
         dataset = ImageBatches(images, eval_transform, args.on_bad_image)
         batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
         loaders[split] = accelerator.prepare(DataLoader(dataset, batch_size, **options))
@@ -326,10 +323,10 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
 
 def export(folder, config, model, ema):
     """Writes the final weights, and with averaged ones also those before averaging."""
-    weights.export(folder, ema.module if ema else model, config)
+    files.write_weights(folder, ema.module if ema else model, config)
     if ema:
         (folder / "without_ema").mkdir(exist_ok=True)
-        weights.export(folder / "without_ema", model, config)
+        files.write_weights(folder / "without_ema", model, config)
 
 
 def final_results(accelerator, model, ema, loaders, watch, mean, std):
@@ -425,12 +422,12 @@ def main():
     args, micro_batch_size = fit_batch(accelerator, data, args)
     mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
-    eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
+        return
+    eval_samples = evaluation.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights  # a run that continues has its own
     config = run.progress.get("config") or describe_start(accelerator, start_from, data, args)
@@ -454,8 +451,8 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
-    progress = Progress(accelerator, guard.watch)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
         metrics, _ = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
@@ -512,7 +509,6 @@ def main():
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(config, args))
         trackers.log_images(write_outputs(run, config, data, samples), step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
 
@@ -602,7 +598,7 @@ def parse_args():
     flags.add(group, "patience", "eval_samples", *flags.EXTRAS)
     preset = PRESETS.get(flags.choice(parser, "preset"), {})
     parser.set_defaults(num_workers=min(8, devices.cores_per_process()), **COMMON | preset)
-    args = flags.parse_with_checks(parser, fits=True)
+    args = flags.parse_with_checks(parser)
     if args.image_size != preset.get("image_size"):
         args.train_size = args.eval_resize = None
     if args.preset == "finetune" and not args.weights and process.is_main():

@@ -43,9 +43,9 @@ augmentation ignores the epoch (scripts/train_cifar.py)
 + batch["ids"], 0,
 = test_every_script.py -k 'each_epoch and train_cifar'
 
-every epoch cut at the same place (scripts/train_gpt.py)
-- set_offset(epoch)
-+ set_offset(0)
+every epoch in the same order (scripts/train_gpt.py)
+- train_loader.set_epoch(epoch)
++ train_loader.set_epoch(0)
 = test_every_script.py -k 'each_epoch and train_gpt'
 
 the loss is a mean of means (scripts/train_lm.py)
@@ -69,8 +69,8 @@ a stream of documents forgets its position (scripts/train_lm.py)
 = test_train_lm.py -k stream
 
 the last evaluation takes a part, GPT (scripts/train_gpt.py)
-- model, build_eval_loader(accelerator, last)
-+ model, eval_loader
+- evaluate(accelerator, model, last_loader, progress)
++ evaluate(accelerator, model, eval_loader, progress)
 = test_gpt.py -k last_one_all
 
 no seed for dropout (scripts/train_gpt.py)

@@ -31,7 +31,7 @@ import torch
 from harness.launches import CIFAR, GPT, ROOT, final_weights, metrics, results, run
 from safetensors.torch import load_file
 
-from utils import weight_files
+from utils import checkpoint_weights
 from utils.images.augment import augment
 
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
@@ -269,8 +269,9 @@ def sharded(place, folder):
         whole = exactly(place, GPT, arguments, folder / f"{count}", rank=":0", **several)
         assert results(whole)["num_processes"] == count
         last = whole / "checkpoints" / f"step_{place.steps:08}"
-        assert len(list((last / weight_files.SHARDS).glob("*.distcp"))) == count
-        exported, in_shards = load_file(whole / "model.safetensors"), weight_files.read(last).state
+        assert len(list((last / checkpoint_weights.SHARDS).glob("*.distcp"))) == count
+        exported = load_file(whole / "model.safetensors")
+        in_shards = checkpoint_weights.read(last).state
         assert exported.keys() == in_shards.keys()
         assert all(torch.equal(in_shards[name], exported[name]) for name in exported)
         figures[f"step_ms_{count}"] = step_milliseconds(whole)

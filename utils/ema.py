@@ -45,7 +45,7 @@ class MovingAverage:
             broadcast(buffer)
 
     def state_dict(self):
-        """The state in the format of `AveragedModel`, which `weight_files.read` recognizes."""
+        """The state in the format of `AveragedModel`, which `checkpoint_weights` recognizes."""
         averages = {f"module.{name}": value for name, value in self.module.state_dict().items()}
         return {"n_averaged": self.updates, **averages}
 

@@ -69,8 +69,8 @@ def test_every_held_out_byte_counts_once():
     assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
     assert metrics["bytes"] == 7 and metrics["loss_standard_error"] > 0
     assert model.passes == [False, False] and model.training
-    loader.dataset = Windows(torch.arange(9, dtype=torch.uint8), 4)
-    with pytest.raises(RuntimeError, match="evaluated 7 of 8 held-out bytes"):
+    loader.dataset = Windows(torch.arange(10, dtype=torch.uint8), 4)
+    with pytest.raises(RuntimeError, match="evaluated 2 of 3 held-out windows"):
         script.evaluate(alone, model, loader, iter)
 
 

@@ -13,9 +13,9 @@ def test_the_peak_is_that_of_all_gpus_in_half_precision(monkeypatch):
     for precision, peak in (("no", None), ("fp16", 8 * 989e12), ("bf16", 8 * 989e12)):
         gpus = fakes.accelerator(8, device="cuda", mixed_precision=precision)
         assert mfu.peak_flops(gpus) == peak
-    assert mfu.peak_flops(cpus) is None and mfu.peak_flops(cpus, tflops=0.5) == 2e12
+    assert mfu.peak_flops(cpus) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
-    assert mfu.peak_flops(gpus) is None and mfu.peak_flops(gpus, tflops=10.0) == 8e13
+    assert mfu.peak_flops(gpus) is None
 
 
 @pytest.mark.parametrize(

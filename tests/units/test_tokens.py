@@ -123,7 +123,7 @@ def test_what_is_left_out_is_said(tokenizer, tmp_path):
     corpus = load(str(path), tokenizer, 64, val_fraction=0)
     assert set(corpus.splits) == {"train"} and corpus.description.startswith("17 train conv")
     details = "\n".join(corpus.details)
-    assert "conversations without an answer: 4 (row 3)" in details
+    assert "conversations without an answer: 3 (row 3)" in details
     assert "1 truncated, 1 no targets" in details
     assert "not read, as the chat template does not: 'time zone', 'trian'" in details
     write_rows(path, [{"text": text} for text in ("hello", "", None, " \n", "world", "what")])

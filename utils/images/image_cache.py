@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from utils.data.cache_files import cached, path_in_cache
-from utils.data.sharing import local_main_first
+from utils.data.sharing import cached, local_main_first, path_in_cache
 from utils.images.decoding import BadImage, Images, Source
 from utils.images.transforms import shrink
 from utils.run.devices import cores_per_process

@@ -8,7 +8,7 @@ import numpy as np
 from utils.data.scan import scan
 from utils.data.tables import READERS, describes_itself, one_each, refuse_almost_splits, split_of
 from utils.images.decoding import HAS_AVIF, Files, Images
-from utils.run.domains import shown
+from utils.run.arguments import shown
 from utils.run.failures import UserError
 
 EXTENSIONS = {

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from utils.data.cache_files import map_bytes
+from utils.data.sharing import map_bytes
 from utils.language import sharded_files
 from utils.language.conversations import Encoder, pad_id_of
 from utils.language.rows import checksum, reading

@@ -11,7 +11,7 @@ import mmap
 import os
 import random
 
-from utils.data.permutation import sample_seed
+from utils.data.loaders import sample_seed
 from utils.language.rows import Rows, Table, open_rows, reading
 from utils.run.failures import UserError
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from utils.data.cache_files import cached, map_bytes
+from utils.data.sharing import cached, map_bytes
 from utils.language import lanes
 from utils.language.rows import ALTERNATIVES, check_unicode, checksum, open_rows, reading
 from utils.run.failures import UserError
@@ -37,43 +37,31 @@ class Windows(torch.utils.data.Dataset):
 
     Args:
         text: uint8 [bytes].
-        seed (int | None): for training, of the offset at which the windows of an epoch start. None,
-            for evaluation: every byte except the first is a target exactly once; targets past the
-            end are -100, which the loss ignores. The number of `targets` is an attribute.
-        chosen (int64 [windows] | None): for evaluation, only these of all windows.
+        seed (int | None): for training, of the offset at which the windows of an epoch start; a
+            sampler then yields (epoch, id). None, for evaluation: every byte except the first is a
+            target exactly once; targets past the end are -100, which the loss ignores.
     """
 
-    def __init__(self, text, block_size, seed=None, chosen=None):
-        self.text, self.block_size, self.seed, self.chosen = text, block_size, seed, chosen
-        # In shared memory: persistent workers of a loader would keep that of the first epoch.
-        self.shift = torch.zeros((), dtype=torch.int64).share_memory_()
-        full, rest = divmod(len(text) - 1, block_size)
-        self.count = full + (rest > 0)
-        self.targets = len(text) - 1
-        if seed is not None:  # an offset uses up to block_size - 1 bytes
-            self.count = (len(text) - block_size) // block_size
-        if chosen is not None:
-            missing = self.count * block_size - self.targets  # in the last window
-            self.targets = len(chosen) * block_size - missing * int((chosen == full).any())
-            self.count = len(chosen)
+    def __init__(self, text, block_size, seed=None):
+        self.text, self.block_size, self.seed = text, block_size, seed
+        # An offset uses up to block_size - 1 bytes.
+        used = len(text) - 1 if seed is None else len(text) - block_size
+        self.count = -(-used // block_size) if seed is None else used // block_size
 
     def select(self, indices):
-        """Those at `indices` (int64 array) of the windows of a text to evaluate."""
-        return Windows(self.text, self.block_size, chosen=torch.from_numpy(indices))
-
-    def set_offset(self, epoch):
-        """Sets the offset for `epoch`. (On some topologies Accelerate calls any `set_epoch`.)"""
-        if self.seed is not None:
-            self.shift.fill_(random.Random(f"{self.seed} {epoch}").randrange(self.block_size))
+        """Those at `indices` (int64 array)."""
+        return torch.utils.data.Subset(self, indices.tolist())
 
     def __len__(self):
         return self.count
 
-    def __getitems__(self, indices):
-        ids = torch.tensor(indices)
-        windows = ids if self.chosen is None else self.chosen[ids]
-        starts = windows[:, None] * self.block_size + self.shift
-        places = starts + torch.arange(self.block_size + 1)
+    def __getitems__(self, keys):
+        offset = 0
+        if self.seed is not None:
+            epoch, keys = keys[0][0], [index for _, index in keys]
+            offset = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
+        ids = torch.tensor(keys)
+        places = ids[:, None] * self.block_size + offset + torch.arange(self.block_size + 1)
         windows = self.text[places.clamp(max=len(self.text) - 1)].long()
         targets = windows[:, 1:].masked_fill(places[:, 1:] >= len(self.text), -100)
         # Contiguous: a batch is then copied to the GPU from pinned memory, without a wait.
@@ -97,7 +85,7 @@ def load_text(name, column, block_size, seed=0):
     Returns:
         Text. Raises UserError if it cannot be found or read, has no such column, or is too short.
     """
-    texts, details = _read_splits(name, column, seed)
+    texts, details = read_splits(name, column, seed)
     text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
@@ -115,24 +103,12 @@ def load_text(name, column, block_size, seed=0):
     return Text(train, rest, description, details)
 
 
-def load_to_evaluate(name, column, seed=0):
-    """Loads a text to evaluate a model on: its split `test`, or else `val`, or else all of it.
-
-    Args and errors: as of `load_text`.
+def read_splits(name, column, seed=0, **options):
+    """Reads the texts of the splits that are used; args and errors are those of `load_text`.
 
     Returns:
-        tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
+        tuple: split -> uint8 [bytes]; lines about all splits. `options` are those of `open_rows`.
     """
-    texts, details = _read_splits(name, column, seed, use=(("test", "val", "train"),))
-    [(split, text)] = texts.items()
-    if len(text) < 2:
-        raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
-    description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
-    return "all" if split == "train" else split, Text(text[:0], text, description, details)
-
-
-def _read_splits(name, column, seed, **options):
-    """The texts of the splits that are used, and lines about all; `options` of `open_rows`."""
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
@@ -141,7 +117,8 @@ def _read_splits(name, column, seed, **options):
         if rows.in_memory:
             texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)
         else:
-            texts[split] = cached("text", _join(rows, column), [column, rows.fingerprint])
+            documents = lanes.documents(rows, partial(_encode, column), UserError)
+            texts[split] = cached("text", documents, [column, rows.fingerprint])
     return texts, table.details
 
 
@@ -157,20 +134,13 @@ def _map(file):
         return map_bytes(file)
 
 
-def _join(rows, column):
-    for number, row in enumerate(rows):
-        yield _encode(column, row, f"row {number} of {rows.where}")
-
-
 def _open(name, column, **options):
     wanted = f"{column}: give --text_column, if the text has another name"
     return open_rows(name, {"text": (column,)}, wanted, **options)
 
 
 def _encode(column, row, where):
-    """The text of a row with a newline at its end, as bytes; none for an empty line (None)."""
-    if row is None:
-        return b""
+    """The text of a row with a newline at its end, as bytes."""
     text = row.get(column)
     if not isinstance(text, str):
         raise UserError(f"{where} is not text but {type(text).__name__}")

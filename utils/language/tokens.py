@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from utils.data.cache_files import cached, map_bytes, path_in_cache
-from utils.data.loaders import explain, set_up_worker
-from utils.data.permutation import Permutation, sample_seed
+from utils.data.evaluation import with_progress
+from utils.data.loaders import explain, sample_seed, set_up_worker, shuffled
+from utils.data.sharing import cached, map_bytes, path_in_cache
 from utils.data.tables import hold_out
-from utils.evaluation import with_progress
 from utils.language import lanes
 from utils.language.chats import unread_keys
 from utils.language.conversations import Document, Encoder
@@ -33,7 +32,7 @@ from utils.language.documents import asked, find_documents
 from utils.language.packing import SEGMENT, Stream, join_segments
 from utils.language.rows import checksum
 from utils.run import devices, process
-from utils.run.domains import shown
+from utils.run.arguments import shown
 from utils.run.failures import UserError
 from utils.run.output import plural
 
@@ -481,10 +480,12 @@ class MemoryReader:
 
     def __iter__(self):
         stream, pieces = self._blocks.stream, self._blocks.pieces
-        count = len(pieces.starts)
+        count, last = len(pieces.starts), None
         while True:
             epoch, place = divmod(self.position * self._lanes + self._lane, count)
-            piece = Permutation(count, self._seed, epoch)(np.array([place]))[0]
+            if epoch != last:
+                order, last = shuffled(count, self._seed, epoch), epoch
+            piece = order[place]
             start = pieces.starts[piece]
             run = slice(start, start + pieces.lengths[piece] + 1)
             is_target = None if stream.is_target is None else stream.is_target[run]

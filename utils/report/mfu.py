@@ -32,18 +32,16 @@ PEAK_TFLOPS = {
 VARIANTS = r"MIG|NVL|Laptop|Max-Q|[345]090 (D|Ti)\b|[HV][18]00.PCIe|-\d+[ABCQ]\b"
 
 
-def peak_flops(accelerator, tflops=None):
+def peak_flops(accelerator):
     """Peak floating-point operations per second of all GPUs together, for MFU.
-
-    Args:
-        tflops (float | None): TFLOPS of one GPU; overrides the table.
 
     Returns:
         float | None: None on a CPU, in float32, or for an unknown GPU.
     """
     precise = accelerator.mixed_precision in ("bf16", "fp16")
-    if tflops is None and accelerator.device.type == "cuda" and precise:
-        tflops = known_tflops(torch.cuda.get_device_name())
+    if accelerator.device.type != "cuda" or not precise:
+        return None
+    tflops = known_tflops(torch.cuda.get_device_name())
     return tflops and tflops * 1e12 * accelerator.num_processes
 
 

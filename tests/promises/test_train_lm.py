@@ -11,7 +11,6 @@ from hashlib import sha256
 import pytest
 import torch
 from harness.chats import MARKED, conversations, make_tokenizer, write_rows
-from harness.gpu_rules import FORBIDDEN
 from harness.language_models import make_config
 from harness.launches import Started, column, final_weights, metrics, results, run, run_once, status
 from safetensors import safe_open
@@ -180,16 +179,6 @@ def test_bad_input_is_one_line(script, words, says, lm, chats, tmp_path):
 
 
 # ------------------------------------------------------------------------------------- slow tests
-
-
-@pytest.mark.slow
-def test_two_processes_send_only_what_nccl_takes(chats, tmp_path):
-    """As `test_gpu_rules.py` does for the other scripts."""
-    words = f"gpu_rules@0:{tmp_path}/seen.json {LM} --dataset {chats} {MODEL}"
-    words += " --max_train_steps 2 --gradient_accumulation_steps 2"
-    run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path / "run")
-    collectives, operations, strict, _ = json.loads((tmp_path / "seen.json").read_text())
-    assert strict and collectives >= 5 and not set(operations) & FORBIDDEN
 
 
 SHARDED = dict(launcher=("--mixed_precision", "no", "--num_processes", "2"))

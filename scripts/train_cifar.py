@@ -408,7 +408,7 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
     def validate(step):
         data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)

@@ -394,7 +394,7 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
     progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):

@@ -497,7 +497,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
     progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):

@@ -190,9 +190,6 @@ def test_what_scripts_report_does_not_depend_on_batches(name, labels, seed, cuts
         assert samples["predictions"].tolist() == logits.argmax(1).tolist()
     metrics = expected.keys() if name == "train_images" else {"loss", "accuracy"}
     assert found == near({metric: expected[metric] for metric in metrics})
-    if name == "train_cifar":
-        evaluate(alone(), *inputs, tta=True, size=2)
-        assert len(model.passes) == (1 + 6) * len(loader)  # six views of each image
     left = len(labels) - len(loader)
     with pytest.raises(RuntimeError, match=f"evaluated {left} of {len(labels)}"):
         evaluate(alone(dropped=1), *inputs, **more)

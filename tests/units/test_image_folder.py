@@ -77,13 +77,11 @@ def test_what_is_not_an_image_of_a_class_is_named(tmp_path):
     write_images(tmp_path, "__MACOSX/cat/", ".git/x/", "cat/old/", "do\u00a0g/")
     for name in ("cat/a.HEIC", "cat/b.heic", "dog/IMG_1", "notes.txt", "cat/Thumbs.db"):
         (tmp_path / name).write_bytes(b"x")
-    (tmp_path / "labels").mkdir()
     data = find_images(root, val_fraction=0.3)
     assert sum(sizes(data).values()) == 15
     assert set(left_out(data)) == {
         ".heic files (convert them to JPEG): 2 (cat/a.HEIC)",
         ".db files: 1 (cat/Thumbs.db)",
-        "empty folders: 1 (labels)",
         ".txt files: 1 (notes.txt)",
         "files without a suffix: 1 (dog/IMG_1)",
         "folders of thumbnails or of the system: 2 (__MACOSX)",

@@ -469,7 +469,6 @@ SIZES = ("n_layer", "n_head", "n_embd", "block_size")
 SAMPLE_EVERY = 5000
 MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
-    "peak_tflops",
     "sample_length",
     "prompt",
     "temperature",
@@ -509,7 +508,7 @@ def build_model(accelerator, sizes, args):
 
 def rates_per_window(accelerator, flops, args):
     """What is logged besides the windows per second, for `run.start`: bytes, and if known MFU."""
-    peak = peak_flops(accelerator, args.peak_tflops)
+    peak = peak_flops(accelerator)
     mfu = {"mfu": args.block_size * flops / peak} if peak else {}
     return {"tokens_per_second": args.block_size, **mfu}
 
@@ -701,11 +700,6 @@ def parse_args():
         type=number(int, 0),
         default=50,
         help="steps of warm-up, at most a tenth of the run",
-    )
-    group.add_argument(
-        "--peak_tflops",
-        type=number(float, 0, above=True, most=100_000),  # a hundred times that of an H100
-        help="peak TFLOPS of one GPU, for MFU; built in for some GPUs",
     )
     group = parser.add_run_arguments()
     flags.add(group, "init_from", "patience", "eval_samples", *flags.EXTRAS)

@@ -15,7 +15,7 @@ Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 `confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
 with their probabilities. With --images (a photo or a folder, for a run of train_images.py), prints
 the most likely classes of up to ten images, and writes `predictions.csv`, `.json` and
-`contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
+`contact_sheet.png`.
 
 Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
 perplexity, its standard error, and bits per byte.
@@ -24,6 +24,7 @@ If you copy this script, also copy the script of the run, which defines its mode
 train_images.py).
 """
 
+import contextlib
 import csv
 import importlib
 import io
@@ -45,22 +46,21 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import flags, weight_files
+from utils import checkpoint_weights, flags, weight_files
 from utils.data.evaluation import Progress
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images import classifier_plots, pretrained, scores
-from utils.images.arrays import load_arrays, load_arrays_to_evaluate
+from utils.images.arrays import in_memory, load_arrays
 from utils.images.augment import normalize
 from utils.images.decoding import Files, Images
-from utils.images.image_folder import EXTENSIONS
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.local import EXTENSIONS
+from utils.images.sources import described, find_images, find_splits
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.rows import checksum
 from utils.language.text import Text, read_splits
 from utils.report.model_card import AT_THE_TOP
-from utils.report.output import writing_to
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
 from utils.run.collectives import run_on_all, run_on_main
@@ -84,7 +84,7 @@ def main():
 
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
-    saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
+    saved = run_on_main(accelerator, lambda: checkpoint_weights.read(args.run))
     known = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
@@ -533,8 +533,8 @@ def load_data(accelerator, args, saved, load):
                 return data
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
-        load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
-        return load_other(name, class_names, **columns)
+        found = find_to_evaluate(name, class_names, **columns)
+        return in_memory(found, skip=True) if load is load_arrays else found
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
@@ -548,6 +548,33 @@ def load_data(accelerator, args, saved, load):
                 break
         raise UserError(f"--dataset {name} has other classes than {saved.file}: {difference}")
     return data
+
+
+@contextlib.contextmanager
+def writing_to(folder):
+    """Makes the folder of the output, and yields its path; an OSError in the block is one line."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
+
+
+def find_to_evaluate(name, class_names, columns=None):
+    """Finds labeled images that a model with these classes has not seen; some may have no image.
+
+    Returns:
+        ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
+        Raises UserError if there is no such data set, or it has other classes.
+    """
+    splits, _, left_out = find_splits(name, columns=columns, class_names=class_names)
+    split = next(split for split in ("test", "val", "train") if split in splits)
+    used = {"all" if split == "train" else split: splits.pop(split)}
+    for other, images in splits.items():
+        left_out.add(f"images of the {other} split", images.name(0), len(images))
+    return described(used, class_names, left_out)
 
 
 def is_same(name, recorded):
@@ -567,8 +594,6 @@ def load_state(model, saved, description):
         model.load_state_dict(weight_files.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        if prefix := weight_files.shared_prefix(saved.state):
-            reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 

@@ -44,34 +44,32 @@ from utils.muon import MuonSGD
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, frozen
-from utils.run.domains import number
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import batch_norm, elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
 
 # The defaults of each model; flags override those that have one. 480 is divisible by the usual
 # numbers of GPUs: 1 to 6, 8, 10, 12, 16, 20, 24. `warmup`: fraction of the steps in which the
-# learning rate rises. `padding`: largest random shift, and `cutout`: side of the masked square, in
-# pixels.
+# learning rate rises. `padding`: largest random shift, in pixels.
 RECIPES = {
     "fastnet": dict(
         epochs=14, batch_size=480, lr=0.12, momentum=0.85, weight_decay=0.012, warmup=0.0,
-        label_smoothing=0.2, padding=2, cutout=0,
+        label_smoothing=0.2, padding=2,
     ),
     "resnet18": dict(
         epochs=30, batch_size=480, lr=0.4, momentum=0.85, weight_decay=5e-4, warmup=0.2,
-        label_smoothing=0.1, padding=4, cutout=8,
+        label_smoothing=0.1, padding=4,
     ),
     "net": dict(
         epochs=20, batch_size=96, lr=0.04, momentum=0.85, weight_decay=5e-4, warmup=0.2,
-        label_smoothing=0.0, padding=2, cutout=0,
+        label_smoothing=0.0, padding=2,
     ),
 }  # fmt: skip
 
@@ -246,11 +244,10 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
 
     The augmentation depends only on the seed, the epoch and the ids of the samples.
     """
-    images, keep = batch["images"], None
+    images = batch["images"]
     if not args.overfit_batch:
-        options = dict(padding=args.padding, cutout=args.cutout)
-        images, keep = augment(images, batch["ids"], epoch, args.seed, **options)
-    outputs = model(normalize(images, mean, std, keep, size))
+        images = augment(images, batch["ids"], epoch, args.seed, padding=args.padding)
+    outputs = model(normalize(images, mean, std, size))
     return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
 
 
@@ -379,11 +376,11 @@ def main():
     # Validation data is held out of training and chooses a checkpoint. The test split never does.
     held_out = "val" if "val" in data.splits else "test"
     plan = Plan.from_args(args, len(data.splits["train"]))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, flags.MAY_CHANGE | {"tta"}, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
 
     set_seed(args.seed)
     images = data.splits["train"].images
@@ -396,7 +393,7 @@ def main():
     config |= {"mean": mean.tolist(), "std": std.tolist()}
     compile_model(accelerator, [model], args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
-    model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
+    batch_norm.check(accelerator, model, micro_batch_size)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, args)
@@ -408,7 +405,7 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
 
     def validate(step):
         data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)
@@ -459,12 +456,11 @@ def main():
     final = final_results(accelerator, model, loaders, guard.watch, mean, std, args.tta)
     results, shown, samples = final
     if accelerator.is_main_process:
-        weights.export(run.path, accelerator.unwrap_model(model), config)
+        files.write_weights(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **results)
     if accelerator.is_main_process:
         images = write_outputs(run, data.splits[shown], samples, config)
         trackers.log_images(images, step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path))
     accelerator.end_training()
 
@@ -485,9 +481,6 @@ def parse_args():
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
     flags.add(group, *flags.OPTIMIZER, "lr_schedule", "compile", lr_schedule="linear")
-    group.add_argument(
-        "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
-    )
     group.add_argument("--label_smoothing", type=share, help="0: none")
     group.add_argument(
         "--tta", action="store_true", help="also report test-time augmented accuracy"

@@ -49,18 +49,16 @@ from utils.language.text import Windows, load_text
 from utils.muon import MuonAdamW
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, frozen
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -448,14 +446,14 @@ def export(accelerator, folder, model, sizes):
     def write():
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
-        weights.export(folder, unwrapped, sizes)
+        files.write_weights(folder, unwrapped, sizes)
 
     run_on_main(accelerator, write)  # the others wait here, and not in a collective that times out
 
 
 def write_outputs(run, text, sizes):
     """Writes the sample, the curves and the model card of a finished run; main process only."""
-    with optional("sample.txt"):
+    with plots.optional("sample.txt"):
         write_text(run.path / "sample.txt", text)
     plots.curves(run.path, {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"})
     model_card.write(run, **describe_model(sizes))
@@ -481,11 +479,11 @@ def main():
     accelerator, trackers = connect(args)
     train_set, held_out, description = load_data(accelerator, args)
     plan = Plan.from_args(args, len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = evaluation.count_evaluated(run, plan, args, len(held_out))
     set_seed(args.seed)
     sizes = {name: getattr(args, name) for name in SIZES}
@@ -506,7 +504,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
@@ -563,7 +561,6 @@ def main():
     run.finish(step, **results, **counts, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command(Path(__file__).name, "--sample", run.path, "--prompt", "The "))
     accelerator.end_training()
 

@@ -44,7 +44,7 @@ from torch.utils.data import DataLoader
 from utils import flags, schedule
 from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import evaluation
-from utils.data.loaders import EpochSampler, explain, loader_options
+from utils.data.loaders import EpochSampler, explain, fit_batch_size, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
@@ -52,19 +52,17 @@ from utils.language.packing import TokenSettings
 from utils.language.tokens import count_lanes, load_held_out, load_tokens, open_stream
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
-from utils.run.arguments import Parser, frozen
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_all, run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice, plural
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -231,7 +229,7 @@ def fit_batch(accelerator, data, args):
         tuple: the arguments, with that batch size; the data, for --overfit_batch those of a batch.
     """
     blocks = None if isinstance(data.train_set, list) else len(data.train_set)
-    args = flags.fit_batch(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
+    args = fit_batch_size(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
     elastic.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     if args.overfit_batch:
         batch = data.train_set.first(args.batch_size)
@@ -508,7 +506,7 @@ TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
     """Writes the samples, the curves and the model card of a finished run."""
-    with optional("sample.txt"):
+    with plots.optional("sample.txt"):
         if accelerator.is_main_process or accelerator.is_fsdp2:
             text = show_samples(model, tokenizer, prompts)
         if accelerator.is_main_process:
@@ -543,11 +541,11 @@ def main():
     train_set, eval_sets = data.train_set, data.eval_sets
     prompts = first_prompts(eval_sets)
     plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     eval_samples = evaluation.count_evaluated(run, plan, args, data.count_held_out())
     position = run.progress.get("position")
     train_set = open_sources(accelerator, tokenizer, config, train_set, position, args)
@@ -568,7 +566,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, args.timeout)
     progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
@@ -627,7 +625,6 @@ def main():
     results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, **counts, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
-    model_card.upload(run.path, args.push_to_hub)
     example = example_prompt(tokenizer, data, prompts)
     run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", example))
     accelerator.end_training()
@@ -792,7 +789,7 @@ def parse_args():
     parser.set_defaults(lr=2e-4 if has_lora or flags.choice(parser, "adapter") else 2e-5)
     if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
-    args = flags.parse_with_checks(parser, fits=True)
+    args = flags.parse_with_checks(parser)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
     if args.lora_rank and args.adapter:

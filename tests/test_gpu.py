@@ -33,7 +33,7 @@ import torch
 from harness.launches import CIFAR, GPT, ROOT, final_weights, metrics, results, run
 from safetensors.torch import load_file
 
-from utils import weight_files
+from utils import checkpoint_weights
 from utils.images.augment import augment
 from utils.muon import orthogonalize
 
@@ -53,7 +53,7 @@ REAL = SimpleNamespace(
     large_gpt="--dataset synthetic --track none --n_layer 12 --n_head 12 --n_embd 768 "
     "--block_size 1024 --batch_size 16 --sample_length 20 --compile never",
     images="--dataset synthetic --track none --model resnet50 --image_size 224 --batch_size 64 "
-    "--lr 0.2 --ema_decay 0.99 --num_workers 4",
+    "--lr 0.2 --num_workers 4",
     llama=dict(vocabulary=49_152, layers=30, width=576),  # of the size of SmolLM2-135M
     steps=120,
     accuracy=0.9,
@@ -72,7 +72,7 @@ REHEARSAL = SimpleNamespace(
     large_gpt="--dataset synthetic --n_layer 2 --n_head 2 --n_embd 16 --block_size 16 "
     "--batch_size 8 --sample_length 4",
     images="--dataset synthetic --model squeezenet1_1 --image_size 32 --batch_size 8 "
-    "--lr 0.02 --ema_decay 0.99",  # without batch norm
+    "--lr 0.02",  # without batch norm
     llama=dict(vocabulary=300, layers=1, width=64),
     steps=18,
     accuracy=0.2,  # twice that of chance
@@ -266,9 +266,9 @@ def cpu_and_gpu(place, folder):
     """A CPU and a GPU augment alike and give the same first losses; a run moves between them."""
     images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
     ids = torch.randperm(100)
-    on_cpu = augment(images, ids, 3, 0, padding=4, cutout=8)
-    on_gpu = augment(images.to(place.device), ids, 3, 0, padding=4, cutout=8)
-    assert all(torch.equal(a, b.cpu()) for a, b in zip(on_cpu, on_gpu, strict=True))
+    on_cpu = augment(images, ids, 3, 0, padding=4)
+    on_gpu = augment(images.to(place.device), ids, 3, 0, padding=4)
+    assert torch.equal(on_cpu, on_gpu.cpu())
     arguments = f"{place.cifar} --batch_size 100 --log_every 1 --checkpoint_every 5"
     gpu, cpu, length = folder / "gpu", folder / "cpu", "--max_train_steps"
     launch(place, CIFAR, f"{arguments} {length} 5", gpu, precision="no")
@@ -342,8 +342,9 @@ def sharded(place, folder):
         whole = exactly(place, GPT, arguments, folder / f"{count}", rank=":0", **several)
         assert results(whole)["num_processes"] == count
         last = whole / "checkpoints" / f"step_{place.steps:08}"
-        assert len(list((last / weight_files.SHARDS).glob("*.distcp"))) == count
-        exported, in_shards = load_file(whole / "model.safetensors"), weight_files.read(last).state
+        assert len(list((last / checkpoint_weights.SHARDS).glob("*.distcp"))) == count
+        exported = load_file(whole / "model.safetensors")
+        in_shards = checkpoint_weights.read(last).state
         assert exported.keys() == in_shards.keys()
         assert all(torch.equal(in_shards[name], exported[name]) for name in exported)
         figures[f"step_ms_{count}"] = step_milliseconds(whole)

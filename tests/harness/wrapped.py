@@ -186,7 +186,7 @@ BEFORE = {
     "worker_dies_handing_over": ("multiprocessing.resource_sharer.DupFd.detach", kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
-    "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
+    "slow_export": ("utils.run.files.write_weights", lambda: time.sleep(10)),
     "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(10)),
     "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),

@@ -6,16 +6,11 @@ import pytest
 from harness.launches import CIFAR, ENDLESS, GPT, SMALL, TINY_GPT, Started, run, status
 
 
-def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
+def test_a_person_asks_where_the_processes_are(tmp_path):
     """Twice; the run goes on."""
-    started = Started("2cpu", CIFAR, ENDLESS, output_dir=tmp_path)
-    steps, stacks = [], []
+    started, stacks = Started("2cpu", CIFAR, ENDLESS, output_dir=tmp_path), []
     started.wait_for("step      2/")
     for _ in range(2):
-        (tmp_path / "save_now").touch()
-        line = started.wait_for("asked by the file save_now: checkpoint of step")
-        steps.append(f"step_{int(line.split()[-1]):08d}")
-        assert not (tmp_path / "save_now").exists()
         (tmp_path / "dump_stacks").touch()
         assert "rank" in started.wait_for("asked by the file dump_stacks: ")
         started.wait_for("all stacks: ")
@@ -24,11 +19,7 @@ def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
             assert '"does"' in text and "in main\n" in text and text not in stacks
             stacks.append(text)
         started.wait_for("step ")
-    for _ in range(5):  # it trains on, and saves no more
-        started.wait_for("step ")
     started.kill_all()
-    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
-    assert saved == steps and len(set(steps)) == 2
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
-"""Data loaders: the order of their samples, and their workers: what is said if one fails."""
+"""Data loaders: the order of their samples, a batch size that fits, workers and their errors."""
 
+import argparse
 import ctypes
 import hashlib
 import os
@@ -12,7 +13,9 @@ import traceback
 import numpy as np
 from torch.utils.data import Sampler
 
+from utils import flags
 from utils.run import failures, process
+from utils.run.arguments import frozen
 from utils.run.failures import RunFailed, UserError
 from utils.run.output import one_line
 from utils.scale import patches
@@ -152,3 +155,31 @@ def _causes(error):
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def fit_batch_size(args, samples, power, noun="training samples"):
+    """The arguments with a batch size that fits the data, if it is a default.
+
+    Such a batch has at most a quarter of the samples: the largest power of two, but 8 if there are
+    as many. A default learning rate falls with it. So they are the same on any number of processes.
+
+    Args:
+        samples (int | None): of the training set; None: of a stream, which has enough.
+        power (float): of the batch size, to which the learning rate is proportional: 1 for SGD
+            (arXiv:1706.02677), 0.5 for Adam (arXiv:2205.10287).
+        noun (str): what a sample is.
+
+    Returns:
+        Arguments.
+    """
+    most = args.batch_size if samples is None else max(samples // 4, min(samples, 8), 1)
+    if most >= args.batch_size or flags.given("batch_size"):
+        return args
+    size, lr = 1 << (most.bit_length() - 1), args.lr
+    changed = f"batch size {size} instead of {args.batch_size}"
+    if not flags.given("lr"):
+        lr *= (size / args.batch_size) ** power
+        changed += f", and --lr {lr:.2g} instead of {args.lr:g}"
+    if process.is_main():
+        print(f"{changed}, since there are {samples:,} {noun}")
+    return frozen(argparse.Namespace(**vars(args) | {"batch_size": size, "lr": lr}))

@@ -32,7 +32,7 @@ from utils.language.documents import asked, find_documents
 from utils.language.packing import SEGMENT, Stream, join_segments
 from utils.language.rows import checksum
 from utils.run import devices, process
-from utils.run.domains import shown
+from utils.run.arguments import shown
 from utils.run.failures import UserError
 from utils.run.output import plural
 

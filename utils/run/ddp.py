@@ -1,4 +1,4 @@
-"""What DistributedDataParallel needs for an exact resume."""
+"""What an exact resume needs of each process: the same buckets of gradients, the same seeds."""
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -17,8 +17,7 @@ def warm_up(models, compute_loss):
     mean a different order of summation, and the last bits differ. Two backward passes make every
     run, new or resumed, use the final buckets from its first real step on. Buffers are restored,
     and weights do not change. This also runs on a single process, so that mistakes show up there:
-    a notice names a parameter without a gradient (UserError, if DDP would refuse it), and a buffer
-    that a checkpoint would not have.
+    a notice names a parameter without a gradient (UserError, if DDP would refuse it).
 
     Args:
         models: as `prepare` returned it; or a list of all models that take part, as of a GAN.
@@ -35,16 +34,10 @@ def warm_up(models, compute_loss):
                 _check_gradients(model)
             model.zero_grad()
     for model, before in zip(models, buffers, strict=True):
-        saved = model.state_dict().keys()
         for name, value in model.named_buffers():
-            if name not in before or value.shape != before[name].shape:  # made in the forward pass
-                continue
-            if name not in saved and process.is_main() and not torch.equal(value, before[name]):
-                notice(
-                    f"the buffer {name} changes in the forward pass, and a restart begins with its "
-                    "first value: register it with persistent=True"
-                )
-            value.copy_(before[name])
+            # Others were made in the forward pass.
+            if name in before and value.shape == before[name].shape:
+                value.copy_(before[name])
 
 
 def _check_gradients(model):
@@ -61,3 +54,16 @@ def _check_gradients(model):
         )
     if process.is_main() and not in_ddp:
         notice(f"{line}several processes with DDP would refuse this model")
+
+
+def seed_step(accelerator, seed, step, micro_batch=0):
+    """Seeds PyTorch's generators for a forward pass: after a restart, dropout draws the same masks.
+
+    The seed differs for each process, step and micro-batch. Unlike `set_seed`, this does not seed
+    the generators of Python and NumPy, and takes a microsecond instead of half a millisecond.
+    """
+    rank = accelerator.process_index
+    seed = (seed + 1_000_003 * step + 7_919 * rank + 104_729 * micro_batch) % 2**32
+    torch.default_generator.manual_seed(seed)
+    if accelerator.device.type == "cuda":
+        torch.cuda.manual_seed(seed)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from utils.run import checkpoint, manifest, opening, process, record
 from utils.run.arguments import LENGTH, MAY_CHANGE
-from utils.run.claim import check_place, check_shared, claim
 from utils.run.collectives import run_on_all, run_on_main, same_everywhere, wait_for_all
 from utils.run.files import write_json
 from utils.run.metrics import Meter, Metrics, summary
@@ -33,7 +32,6 @@ class RunFolder:
         evaluation_due (bool): the run was stopped in the evaluation after the step to continue
             from: after `start`, evaluate first.
         best (Best): the scores; `best.out_of_patience` says whether the run ends early.
-        save_asked (bool): set in the same step on all processes: the next `save_due` is true.
         hang (str): which process makes no progress, and where it is, if this is known.
         record (dict | None): what args.json says of this start; on the main process, after `start`.
         results (dict | None): what results.json says, after `finish`.
@@ -55,7 +53,7 @@ class RunFolder:
         self._args, self.accelerator = args, accelerator
         self._loggers, self._writer = loggers, writer
         self._may_change = set(may_change)
-        self.best, self.save_asked, self.hang = Best(getattr(args, "patience", None)), False, ""
+        self.best, self.hang = Best(getattr(args, "patience", None)), ""
 
     def open(self, plan, **data):
         """Locks the folder and looks for a checkpoint to continue from; writes no records yet.
@@ -66,14 +64,14 @@ class RunFolder:
                 checksum of the data; recorded in args.json under `data`.
 
         Raises:
-            UserError: see `claim.claim` and `opening.find`.
+            UserError: see `record.claim` and `opening.find`.
         """
         self._plan = plan
         may_change = LENGTH | MAY_CHANGE | self._may_change
         arguments = record.comparable(vars(self._args))
         self.identity = opening.Identity(arguments, data, may_change, self._args.resume)
         owner = run_on_main(self.accelerator, self._claim)
-        run_on_all(self.accelerator, lambda: self.is_main or check_shared(self.path, owner))
+        run_on_all(self.accelerator, lambda: self.is_main or record.check_shared(self.path, owner))
         start = opening.find(self.accelerator, self.path, self.identity, plan)
         self._place, self._start, self.finished = self.path.stat(), start, start.results
         self.run_id = start.run_id or self.run_id
@@ -83,7 +81,7 @@ class RunFolder:
             opening.announce_finished(self.path, self.finished)
 
     def _claim(self):
-        owner, self._lock = claim(self.path)
+        owner, self._lock = record.claim(self.path)
         return owner
 
     def start(self, rates=None):
@@ -141,7 +139,7 @@ class RunFolder:
         """
         if split == "test" and score is not None:
             raise ValueError("a test split never chooses a checkpoint: log it without a score")
-        check_place(self.path, self._place)
+        record.check_place(self.path, self._place)
         score = None if score is None else float(score)  # it may be a tensor
         self.metrics.log(split, step, figures, score)
         if score is not None:
@@ -157,8 +155,7 @@ class RunFolder:
     def save_due(self, step):
         """Whether to save after `step`. Call it after each step: it also notes earlier saves."""
         self.saves.look()
-        asked, self.save_asked = self.save_asked, False
-        return asked or self._plan.save_due(step)
+        return self._plan.save_due(step)
 
     def print(self, text):
         """Prints on the main process only."""
@@ -177,7 +174,7 @@ class RunFolder:
             state: values to save with it, as JSON; after a restart they are in `run.progress`.
         """
         guard.check(model)
-        check_place(self.path, self._place)
+        record.check_place(self.path, self._place)
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
         progress = {"step": step, **self.best.record(step), **state}
         progress["train_seconds"] = self.train_seconds()
@@ -221,7 +218,7 @@ class RunFolder:
 
         Plots and samples come after it: an error in them costs no result. `figures`: final metrics.
         """
-        check_place(self.path, self._place)
+        record.check_place(self.path, self._place)
         self.saves.finish()
         self.results = {**figures, **self.metrics.totals(step, self.train_seconds())}
         self.results["resumed_from"] = self._resumed_from

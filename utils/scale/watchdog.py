@@ -3,7 +3,6 @@
 A thread in each process looks into the folder of the run once a second: a main thread that waits
 inside C++ runs nothing. A process that makes no progress creates the file `dump_stacks`, as a
 person may do. Every process then writes `stacks/rank_N.txt`, and one says where all of them are.
-With the file `save_now`, all processes save after the same step, and go on.
 """
 
 import contextlib
@@ -18,14 +17,12 @@ from collections import deque
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from utils.run import process
 from utils.run.output import notice
 
-BEHIND = 0.1  # part of the median by which a process must be slower to be named
+BEHIND = 0.1  # part of the time that a process must cost the others to be named
 STEPS = 5  # in a row, in which it must have been the slowest
 STILL = "no progress for"
 ANSWER_SECONDS = 5.0  # for the other processes to write their files
@@ -36,67 +33,71 @@ WAITS = {"distributed_c10d.py": "waits in {name},", "graph.py": "is in the backw
 class Watchdog:
     """Watches the progress of all processes; one per process, made after the guard.
 
-    It also compares the speed of the processes, and before each save whether DDP has kept their
-    weights the same: a notice says if not.
+    It also compares how long they wait for their batches, and before each save whether DDP has kept
+    their weights the same: a notice says if not.
 
     Attributes:
-        request (Path), save_request (Path): the files by which a person asks.
+        request (Path): the file by which a process or a person asks.
     """
 
-    def __init__(self, run, guard, accelerator, model, timeout):
+    def __init__(self, run, guard, accelerator, timeout):
         """Starts to watch.
 
         Args:
             run (RunFolder): after `start`.
             guard (Guard): all processes vote through it.
-            model: as `prepare` returned it.
             timeout (float): `--timeout`; half of it without progress counts as hanging.
         """
         self._run, self._guard = run, guard
         self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
-        self._seconds, self._told = timeout / 2, self._ranks == 1
-        self.request, self.save_request = run.path / "dump_stacks", run.path / "save_now"
-        self._answered = self._reported = self._save_seen = None
-        self._save_asked, self._awaited = False, None  # the step of a save that a person waits for
-        self._pace, self._waited = Pace(model), 0.0
+        self._seconds, self.request = timeout / 2, run.path / "dump_stacks"
+        self._answered = self._reported = None
+        self._waited, self._waits, self._since = 0.0, [0] * self._ranks, time.monotonic()
+        self._slowest = deque(maxlen=STEPS)
         guard.attach(self)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     # ------------------------------------------------------------------ with the votes of the guard
 
     def votes(self):
-        """For the guard: whether a person asks for a save, and the own time of each process."""
-        waited = self._run.meter.waited_seconds
-        self._pace.end_step(waited - self._waited)
+        """For the guard: microseconds that each process waited for the batches of this step."""
+        waited, times = self._run.meter.waited_seconds, [0] * self._ranks
+        times[self._rank] = round(1e6 * (waited - self._waited))
         self._waited, self._run.hang = waited, ""
-        asked, self._save_asked = self._save_asked, False
-        times = [0] * self._ranks
-        times[self._rank] = self._pace.microseconds()
-        return [int(asked), *times]
+        return times
 
     def hear(self, votes):
-        """For the guard: the maxima of the votes of all processes."""
-        if votes[0]:
-            self._run.save_asked = True
-        self._pace.add(votes[1:])
+        """For the guard: the votes of all processes."""
+        if any(votes):
+            self._waits = [a + b for a, b in zip(self._waits, votes, strict=True)]
+            self._slowest.append(votes.index(max(votes)))
 
     def figures(self):
-        """For the log line of the training: how much slower the slowest process is, as a dict."""
-        return self._pace.read()
+        """For the log line of the training: which process all others wait for, since the last line.
+
+        Returns:
+            dict: `slowest_behind`, the part of the time by which one process waited longer for its
+            batches than the median one; `slow_rank`, only if that is more than `BEHIND`, and it
+            waited longest in each of the last `STEPS`. Empty for a process alone.
+        """
+        if self._ranks == 1:
+            return {}
+        longest, passed = max(self._waits), time.monotonic() - self._since
+        rank, behind = self._waits.index(longest), longest - statistics.median_low(self._waits)
+        figures = {"slowest_behind": behind / 1e6 / passed}
+        if figures["slowest_behind"] > BEHIND and self._slowest.count(rank) == STEPS:
+            figures["slow_rank"] = rank
+        self._waits, self._since = [0] * self._ranks, time.monotonic()
+        return figures
 
     def check(self, model):
-        """For the guard: prints a notice, once, if the processes of DDP have different weights."""
-        with contextlib.suppress(OSError):
-            if self._rank == 0:
-                self.save_request.unlink()
-                self._awaited = self._guard.step
-        if self._told or not isinstance(model, DistributedDataParallel):
+        """For the guard: prints a notice if the processes of DDP have different weights."""
+        if self._ranks == 1 or not isinstance(model, DistributedDataParallel):
             return
         total = checksum(model)
         bounds = torch.tensor([total, -total])
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._guard.group)
-        self._told = bool(bounds[0] != -bounds[1])
-        if self._told and self._rank == 0:
+        if self._rank == 0 and bounds[0] != -bounds[1]:
             notice(
                 "the processes have different weights, so their gradients were not averaged: "
                 "compute the loss with the model that `prepare` returned, not with the one inside"
@@ -105,16 +106,13 @@ class Watchdog:
     # --------------------------------------------------------------------------------- the thread
 
     def ask(self, reason):
-        """Asks every process for its stacks."""
-        writing = self._run.path / f".dump_stacks_{self._rank}"
-        with contextlib.suppress(OSError):  # the folder is gone, with the run
-            writing.write_text(reason)
-            try:  # with its text: others may look at any moment
-                os.link(writing, self.request)
-            except OSError:  # another process was first, or this file system has no links
-                if not self.request.exists():
-                    os.replace(writing, self.request)
-            writing.unlink()
+        """Asks every process for its stacks.
+
+        The request is a link whose target is the reason: it is made at once with its text, and only
+        if no other process was first.
+        """
+        with contextlib.suppress(OSError):
+            os.symlink(reason, self.request)
 
     def _watch(self):
         while self._run.results is None:  # after `finish`, nothing can be saved
@@ -130,22 +128,14 @@ class Watchdog:
             self._reported = moved_at
             self.ask(f"{STILL} {passed:.0f} s")
         with contextlib.suppress(OSError):
-            request = self.request.stat().st_mtime_ns
+            request = self.request.lstat().st_mtime_ns
             if request != self._answered:
                 self._answered = request
                 self._answer(request)
-        if self._rank != 0:
-            return
-        with contextlib.suppress(OSError):
-            request = self.save_request.stat().st_mtime_ns
-            if request != self._save_seen:
-                self._save_seen, self._save_asked = request, True
-        if self._awaited is not None and self._run.saves.newest_step >= self._awaited:
-            self._run.print(f"asked by the file save_now: checkpoint of step {self._awaited}")
-            self._awaited = None
 
     def _answer(self, request):
-        reason = self.request.read_text().strip() or "asked by the file dump_stacks"
+        is_link = self.request.is_symlink()  # made by `ask`
+        reason = os.readlink(self.request) if is_link else "asked by the file dump_stacks"
         self._write(request)
         states = self._others(request)
         line = f"{reason}: {describe(states, self._ranks)}"
@@ -241,98 +231,3 @@ def _named(ranks):
     """`rank 2`, or `ranks 0, 1, 3`."""
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"
-
-
-class Pace:
-    """Compares the time that each process takes for its batches, forward and backward passes.
-
-    DDP makes every process wait for the slowest one at the end of the backward pass, so that all
-    steps take the same time. What a process does before that is its own time. In a sharded model
-    each layer waits: there, only the wait for batches is measured.
-
-    On a GPU these times are those of its kernels, between CUDA events, which nothing waits for.
-    """
-
-    def __init__(self, model):
-        """Args: model: as `prepare` returned it."""
-        self._spans, self._laps = [], deque(maxlen=2)
-        self._sums, self._slowest = [], deque(maxlen=STEPS)
-        if isinstance(model, DistributedDataParallel):
-            on_gpu = next(model.parameters()).device.type == "cuda"
-            self._now = _event if on_gpu else time.perf_counter
-            model.register_forward_pre_hook(self._begin)
-            model.register_forward_hook(self._follow)
-
-    def end_step(self, waited):
-        """Call it after each optimizer step; `waited`: seconds of waiting for batches in it."""
-        self._laps.append((waited, self._spans))
-        self._spans = []
-
-    def microseconds(self):
-        """The own time of this process in the step before the last one (int); 0: unknown, or told.
-
-        The events of that step have happened.
-        """
-        if len(self._laps) < 2:
-            return 0
-        waited, spans = self._laps.popleft()
-        return round(1e6 * (waited + sum(_seconds(*span) for span in spans)))
-
-    def add(self, times):
-        """Adds the own times of all processes in one step.
-
-        Args: times (list): by rank; all 0: unknown.
-        """
-        if not any(times):
-            return
-        self._sums = [a + b for a, b in zip(self._sums or [0] * len(times), times, strict=True)]
-        behind, slowest = _compare(times)
-        self._slowest.append(slowest if behind > BEHIND else None)
-
-    def read(self):
-        """What was measured since the last call.
-
-        Returns:
-            dict: `slowest_behind`, the part of the median by which the slowest process was slower;
-            `slow_rank`, only if that is more than `BEHIND`, and was so in each of the last `STEPS`.
-            Empty: nothing was measured.
-        """
-        sums, self._sums = self._sums, []
-        if not sums:
-            return {}
-        behind, slowest = _compare(sums)
-        figures = {"slowest_behind": behind}
-        if behind > BEHIND and self._slowest.count(slowest) == STEPS:
-            figures["slow_rank"] = slowest
-        return figures
-
-    def _begin(self, *_):
-        self._start = self._now()
-
-    def _follow(self, module, _, output):
-        tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
-        tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
-        if tensor is not None:
-            start = self._start
-
-            def end():
-                self._spans.append((start, self._now()))
-
-            # What is queued when the backward pass begins runs at its end, before DDP's wait.
-            tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
-
-
-def _compare(times):
-    """By which part of the median the slowest is slower, and its rank."""
-    slowest = max(times)
-    return slowest / max(statistics.median_low(times), 1e-9) - 1, times.index(slowest)
-
-
-def _event():
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(start, end):
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000

@@ -419,15 +419,14 @@ def evaluate_lm(accelerator, args, run):
     if not record:
         raise UserError(f"{run} has no args.json, as a run of train_lm.py does")
     trained = SimpleNamespace(**record["arguments"])
-    trained.dataset = shlex.split(trained.dataset)
     model, tokenizer = run_on_all(accelerator, lambda: train_lm.load_trained(run, trained))
     packed = train_lm.causal_lm.can_pack(model.config)
     described = record["data"]["data"]
     blocks, shown = load_blocks(accelerator, args, tokenizer, packed, trained, described)
-    loaders = train_lm.build_eval_loaders(accelerator, blocks, trained)
+    loader = train_lm.build_eval_loader(accelerator, blocks, trained)
     model = accelerator.prepare(model)
     train_lm.lm_loss.check(accelerator, model, packed)
-    results = train_lm.evaluate(accelerator, model, loaders, Progress(accelerator))
+    results = train_lm.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
     if "bits_per_byte" in results:
         said += f", {results['bits_per_byte']:.4f} bits per byte"
@@ -445,29 +444,29 @@ def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
         recorded (str): the description of its data.
 
     Returns:
-        tuple: the `Blocks` of each source (dict); `val` or `test`, what the run evaluated. Of
-        another data set its split `test`, or else `val`, or else `all` of it.
+        tuple: `Blocks`; `val` or `test`, what the run evaluated. Of another data set its split
+        `test`, or else `val`, or else `all` of it.
     """
     train_lm = beside("train_lm")
 
-    dataset = shlex.join(trained.dataset)
-    name = args.dataset or dataset
-    if is_same(name, dataset):
+    name = args.dataset or trained.dataset
+    if is_same(name, trained.dataset):
         data = train_lm.load_data(accelerator, tokenizer, packed, trained)
         warn_if_changed(accelerator, name, recorded, data.description)
-        return data.eval_sets, data.held_out
+        return data.splits[data.held_out], data.held_out
+    trained.dataset = name
     try:
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     except UserError:  # it may have too few documents to hold some out
         data = None
     if data is None or data.description != recorded:  # else it was moved
         trained.subset, trained.streaming, trained.val_fraction = None, False, 0
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     agree(accelerator, name, data)
     shown = next(split for split in ("test", "val", "train") if split in data.splits)
     if data.description == recorded and "val" in data.splits:
         shown = "val"
-    return {name: data.splits[shown]}, "all" if shown == "train" else shown
+    return data.splits[shown], "all" if shown == "train" else shown
 
 
 # ------------------------------------------------------------------------------------ both of text

@@ -39,7 +39,7 @@ from utils.compilation import compile_model
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images import classifier_plots
 from utils.images.arrays import load_arrays, on_device
-from utils.images.augment import augment, normalize
+from utils.images.augment import augment, cut_out, normalize
 from utils.muon import MuonSGD
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
@@ -57,19 +57,20 @@ from utils.scale.watchdog import Watchdog
 
 # The defaults of each model; flags override those that have one. 480 is divisible by the usual
 # numbers of GPUs: 1 to 6, 8, 10, 12, 16, 20, 24. `warmup`: fraction of the steps in which the
-# learning rate rises. `padding`: largest random shift, in pixels.
+# learning rate rises. `padding`: largest random shift, and `cutout`: side of the painted square, in
+# pixels.
 RECIPES = {
     "fastnet": dict(
         epochs=14, batch_size=480, lr=0.12, momentum=0.85, weight_decay=0.012, warmup=0.0,
-        label_smoothing=0.2, padding=2,
+        label_smoothing=0.2, padding=2, cutout=0,
     ),
     "resnet18": dict(
         epochs=30, batch_size=480, lr=0.4, momentum=0.85, weight_decay=5e-4, warmup=0.2,
-        label_smoothing=0.1, padding=4,
+        label_smoothing=0.1, padding=4, cutout=8,
     ),
     "net": dict(
         epochs=20, batch_size=96, lr=0.04, momentum=0.85, weight_decay=5e-4, warmup=0.2,
-        label_smoothing=0.0, padding=2,
+        label_smoothing=0.0, padding=2, cutout=0,
     ),
 }  # fmt: skip
 
@@ -247,6 +248,8 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
     images = batch["images"]
     if not args.overfit_batch:
         images = augment(images, batch["ids"], epoch, args.seed, padding=args.padding)
+        if args.cutout:
+            images = cut_out(images, batch["ids"], epoch, args.seed, args.cutout, mean)
     outputs = model(normalize(images, mean, std, size))
     return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
 

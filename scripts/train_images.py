@@ -47,7 +47,7 @@ from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTrans
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, devices, entry, launch
+from utils.run import ddp, devices, entry, files, launch
 from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
 from utils.run.ddp import seed_step

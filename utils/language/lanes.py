@@ -175,7 +175,7 @@ class RowReader:
         empty_passes = 0
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
-            for document in documents(self._rows, self._encode, failure):
+            for document in _documents(self._rows, self._encode, failure):
                 if self._every or not is_held_out(bytes(document)):
                     empty_passes = 0
                     yield document
@@ -196,7 +196,7 @@ def read_held_out(name, splits, encode, size):
         UserError: the stream cannot be read, or none is held out.
     """
     whole, chosen, total = "val" in splits, [], 0
-    for document in documents(splits["val" if whole else "train"], encode, UserError):
+    for document in _documents(splits["val" if whole else "train"], encode, UserError):
         content = bytes(document)
         if whole or is_held_out(content):
             chosen.append(document)
@@ -216,7 +216,7 @@ def is_held_out(content):
     return zlib.crc32(content) % HELD_OUT_ONE_IN == 0
 
 
-def documents(rows, encode, failure):
+def _documents(rows, encode, failure):
     """Yields the document of each row that is not empty. Raises `failure` if one cannot be read."""
     number = 0
     try:

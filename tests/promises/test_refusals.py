@@ -15,6 +15,8 @@ REFUSED = [
     (MINIMAL, "--batch_size 1048576", "--batch_size 1048576 is more than the 2880 training"),
     (MINIMAL, "--batch_size \x1b[31m", "argument --batch_size: "),  # its letters are not colors
     (GPT, f"{SYNTHETIC} --batch_size 1048576", "is more than the"),
+    (GPT, f"{SYNTHETIC} --n_embd 30 --n_head 4", "an even number times --n_head 4"),
+    (GPT, "--sample /nowhere", "cannot read weights"),
     (CIFAR, f"{NET} --batch_size 7 --gradient_accumulation_steps 2", "use 6 or 8"),
     (CIFAR, f"{SYNTHETIC} --batch_size 1", "batch norm needs more than the one sample"),
     (CIFAR, "--model net --dataset ./nowhere", "no such file or folder"),

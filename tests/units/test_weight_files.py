@@ -9,7 +9,7 @@ from harness import fakes
 from safetensors.torch import load_file, save_file
 
 from utils import weight_files
-from utils.run import manifest, weights
+from utils.run import weights
 from utils.run.failures import UserError
 
 
@@ -138,18 +138,6 @@ def test_the_final_weights_of_a_run(tmp_path, monkeypatch):
     save_file(plain, tmp_path / "plain.safetensors")
     saved = weight_files.read(tmp_path / "plain.safetensors")
     assert saved.config is None and saved.state.keys() == plain.keys()
-
-
-def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
-    for step in (3, 12):
-        writing = tmp_path / "checkpoints" / ".writing"
-        writing.mkdir(parents=True)
-        save_file({"module.bias": torch.full((1,), float(step))}, writing / "model.safetensors")
-        record = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
-        manifest.complete(writing, writing.with_name(f"step_{step:08d}"), record)
-        saved = weight_files.read(tmp_path)
-        assert saved.state["bias"].tolist() == [step] and saved.config == {"width": step}
-        assert saved.run == tmp_path and saved.state.keys() == {"bias"}
 
 
 def test_another_model_is_refused(tmp_path):

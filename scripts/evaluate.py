@@ -15,7 +15,7 @@ Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 `confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
 with their probabilities. With --images (a photo or a folder, for a run of train_images.py), prints
 the most likely classes of up to ten images, and writes `predictions.csv`, `.json` and
-`contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
+`contact_sheet.png`.
 
 Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
 perplexity, its standard error, and bits per byte.
@@ -47,18 +47,19 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from utils import checkpoint_weights, flags, weight_files
+from utils.data.evaluation import Progress
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
-from utils.images.arrays import load_arrays, load_arrays_to_evaluate
+from utils.images.arrays import in_memory, load_arrays
 from utils.images.augment import normalize
 from utils.images.decoding import Files, Images
-from utils.images.image_folder import EXTENSIONS
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.local import EXTENSIONS
+from utils.images.sources import described, find_images, find_splits
 from utils.images.transforms import EvalTransform, ImageBatches
-from utils.language.text import load_to_evaluate
+from utils.language.rows import checksum
+from utils.language.text import Text, read_splits
 from utils.report.model_card import AT_THE_TOP
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
@@ -140,10 +141,21 @@ def evaluate_cifar(accelerator, args, saved):
     load_state(model, saved, f"{name} with {len(data.class_names)} classes")
     colors = [torch.tensor(config[key]) for key in ("mean", "std") if key in config]
     colors = colors or data.splits["train"].mean_and_std()
-    views = train_cifar.predict_views if args.tta else None
+    views = predict_views if args.tta else None
     outputs = predict(accelerator, model, split, colors, views=views)
     if accelerator.is_main_process:
         write_evaluation(args, saved, split, outputs, data.class_names, shown)
+
+
+def predict_views(model, images):
+    """The weighted sum of the outputs for an image, its mirror image, and shifted ones."""
+    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+    views = ((0.25, images), (0.125, padded[:, :, :-2, :-2]), (0.125, padded[:, :, 2:, 2:]))
+    outputs = 0
+    for weight, view in views:
+        for image in (view, view.flip(-1)):
+            outputs = outputs + weight * model(image).float()
+    return outputs
 
 
 # --------------------------------------------------------------------------------- train_images.py
@@ -351,7 +363,7 @@ def evaluate_gpt(accelerator, args, saved):
     refuse_options_of_classifiers(args)
     model = train_gpt.load_model(saved)
     windows, shown = load_text(accelerator, args, saved)
-    loader = train_gpt.build_eval_loader(accelerator, windows)
+    loader = train_gpt.build_eval_loader(accelerator, windows, windows.block_size)
     model = accelerator.prepare(model)
     results = train_gpt.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per byte, {results['bits_per_byte']:.4f} bits per byte"
@@ -386,9 +398,23 @@ def load_text(accelerator, args, saved):
         warn_if_changed(accelerator, name, saved.data.get("data"), description)
         return held_out, "val"
     column = saved.arguments.get("text_column", "text")
-    shown, data = local_main_first(accelerator, lambda: load_to_evaluate(name, column))
+    shown, data = local_main_first(accelerator, lambda: load_whole_text(name, column))
     agree(accelerator, name, data)
     return train_gpt.Windows(data.held_out, saved.config["block_size"]), shown
+
+
+def load_whole_text(name, column):
+    """Loads the split `test` of a text, or else `val`, or else `all` of it.
+
+    Returns:
+        tuple[str, Text]: the name of the split; its text is held out.
+    """
+    texts, details = read_splits(name, column, use=(("test", "val", "train"),))
+    [(split, text)] = texts.items()
+    if len(text) < 2:
+        raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
+    description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
+    return "all" if split == "train" else split, Text(text[:0], text, description, details)
 
 
 # ------------------------------------------------------------------------------------- train_lm.py
@@ -404,15 +430,14 @@ def evaluate_lm(accelerator, args, run):
     if not record:
         raise UserError(f"{run} has no args.json, as a run of train_lm.py does")
     trained = SimpleNamespace(**record["arguments"])
-    trained.dataset = shlex.split(trained.dataset)
     model, tokenizer = run_on_all(accelerator, lambda: train_lm.load_trained(run, trained))
     packed = train_lm.causal_lm.can_pack(model.config)
     described = record["data"]["data"]
     blocks, shown = load_blocks(accelerator, args, tokenizer, packed, trained, described)
-    loaders = train_lm.build_eval_loaders(accelerator, blocks, trained)
+    loader = train_lm.build_eval_loader(accelerator, blocks, trained)
     model = accelerator.prepare(model)
     train_lm.lm_loss.check(accelerator, model, packed)
-    results = train_lm.evaluate(accelerator, model, loaders, Progress(accelerator))
+    results = train_lm.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
     if "bits_per_byte" in results:
         said += f", {results['bits_per_byte']:.4f} bits per byte"
@@ -430,29 +455,29 @@ def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
         recorded (str): the description of its data.
 
     Returns:
-        tuple: the `Blocks` of each source (dict); `val` or `test`, what the run evaluated. Of
-        another data set its split `test`, or else `val`, or else `all` of it.
+        tuple: `Blocks`; `val` or `test`, what the run evaluated. Of another data set its split
+        `test`, or else `val`, or else `all` of it.
     """
     train_lm = beside("train_lm")
 
-    dataset = shlex.join(trained.dataset)
-    name = args.dataset or dataset
-    if is_same(name, dataset):
+    name = args.dataset or trained.dataset
+    if is_same(name, trained.dataset):
         data = train_lm.load_data(accelerator, tokenizer, packed, trained)
         warn_if_changed(accelerator, name, recorded, data.description)
-        return data.eval_sets, data.held_out
+        return data.splits[data.held_out], data.held_out
+    trained.dataset = name
     try:
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     except UserError:  # it may have too few documents to hold some out
         data = None
     if data is None or data.description != recorded:  # else it was moved
         trained.subset, trained.streaming, trained.val_fraction = None, False, 0
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     agree(accelerator, name, data)
     shown = next(split for split in ("test", "val", "train") if split in data.splits)
     if data.description == recorded and "val" in data.splits:
         shown = "val"
-    return {name: data.splits[shown]}, "all" if shown == "train" else shown
+    return data.splits[shown], "all" if shown == "train" else shown
 
 
 # ------------------------------------------------------------------------------------ both of text
@@ -518,8 +543,8 @@ def load_data(accelerator, args, saved, load):
                 return data
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
-        load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
-        return load_other(name, class_names, **columns)
+        found = find_to_evaluate(name, class_names, **columns)
+        return in_memory(found, skip=True) if load is load_arrays else found
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
@@ -545,6 +570,21 @@ def writing_to(folder):
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
+
+
+def find_to_evaluate(name, class_names, columns=None):
+    """Finds labeled images that a model with these classes has not seen; some may have no image.
+
+    Returns:
+        ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
+        Raises UserError if there is no such data set, or it has other classes.
+    """
+    splits, _, left_out = find_splits(name, columns=columns, class_names=class_names)
+    split = next(split for split in ("test", "val", "train") if split in splits)
+    used = {"all" if split == "train" else split: splits.pop(split)}
+    for other, images in splits.items():
+        left_out.add(f"images of the {other} split", images.name(0), len(images))
+    return described(used, class_names, left_out)
 
 
 def is_same(name, recorded):

@@ -6,8 +6,7 @@
 from pathlib import Path
 
 from utils.compilation import MODES
-from utils.run.arguments import Parser
-from utils.run.domains import number
+from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
 from utils.schedule import schedule
 

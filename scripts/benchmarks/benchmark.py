@@ -37,8 +37,7 @@ import peers
 import records
 
 from utils.run import devices, entry
-from utils.run.arguments import Parser
-from utils.run.domains import number
+from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
 from utils.run.files import write_json, write_text
 from utils.run.record import versions

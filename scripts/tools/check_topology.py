@@ -44,8 +44,7 @@ import torch
 import torch.distributed as dist
 
 from utils.run import launch
-from utils.run.arguments import SECONDS, Parser
-from utils.run.domains import number
+from utils.run.arguments import SECONDS, Parser, number
 from utils.run.entry import run
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import write_json

@@ -66,9 +66,8 @@ from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
 from utils.run import entry, launch
-from utils.run.arguments import BATCH, Parser
+from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import write_json
 

@@ -39,8 +39,7 @@ from typing import NamedTuple
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils.run import entry
-from utils.run.arguments import Parser
-from utils.run.domains import number
+from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
 from utils.run.files import write_json
 from utils.run.output import notice

@@ -11,7 +11,6 @@ SCRIPT = "scripts/tools/compare_runs.py"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("{0}/a {0}/a", "the same run is given twice"),
         ("{0}/a {0}", "is not the folder of a run"),
         ("{0}/a --metric f1", "no run evaluates f1: they have accuracy, loss"),
     ],

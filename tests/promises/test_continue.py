@@ -47,7 +47,7 @@ def test_what_else_changed_is_said_and_recorded(finished, tmp_path):
 
 def test_where_and_how_it_runs_may_change(finished, tmp_path):
     folder = copy(finished["cifar"], tmp_path)
-    other = "--checkpoint_every 5 --keep_checkpoints 1 --log_every 2 --eval_every 4 --timeout 99 --track none --tta"
+    other = "--checkpoint_every 5 --keep_checkpoints 1 --log_every 2 --eval_every 4 --timeout 99 --track none"
     done = run("cpu", CIFAR, f"{SMALL} {other} --gradient_accumulation_steps 2", output_dir=folder)
     assert "continuing from" in done.stdout and results(folder)["global_step"] == 14
 

@@ -60,8 +60,7 @@ def test_a_process_that_hangs_is_named_before_the_time_out(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "config"),
-    [("slow_export", "2cpu"), ("slow_model_export", "2cpu"), ("slow_slices", "4gpu_fsdp")],
+    ("fault", "config"), [("slow_export", "2cpu"), ("slow_slices", "4gpu_fsdp")]
 )
 def test_what_one_process_does_alone_may_take_longer_than_the_time_out(fault, config, tmp_path):
     """The others do not wait for it in a collective of the evaluation that follows."""

@@ -12,8 +12,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from utils.images import decoding
-from utils.images.decoding import BadImage, Encoded, Files, Images, Rows
-from utils.images.pixels import Pixels
+from utils.images.decoding import BadImage, Encoded, Files, Images, Pixels, Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 LARGE = noise(0, (4, 3)).resize((400, 300))
@@ -135,7 +134,7 @@ def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
         assert source.sizes.tolist() == bytes_of
     assert files.read(1, 7) == data[1][:7]
     assert [files.portable_name(i) for i in range(3)] == listed
-    assert files.name(1) == str(tmp_path / "b/1.png") and rows.name(1) == "row 1 of a table"
+    assert files.place == f"{tmp_path}/" and rows.place == "a table, "
     versions = [files.version, Files(tmp_path, listed).version, Files(tmp_path, listed[1:]).version]
     os.utime(tmp_path / listed[0], (1, 1))
     versions.append(Files(tmp_path, listed).version)
@@ -146,4 +145,4 @@ def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
     array = Pixels(np.stack([np.array(noise(i)) for i in range(2)]), "photos.npz", "v")
     assert array.read(1).startswith(b"P6 32 32 255\n") and len(array.read(1, 5)) == 5
     assert array.read(1)[13:] == np.array(noise(1)).tobytes()
-    assert (array.name(1), array.portable_name(1)) == ("row 1 of photos.npz", "row 1")
+    assert (array.place, array.portable_name(1)) == ("photos.npz, ", "row 1")

@@ -69,8 +69,8 @@ def test_every_held_out_byte_counts_once():
     assert metrics["bits_per_byte"] == pytest.approx(metrics["loss"] / math.log(2))
     assert metrics["bytes"] == 7 and metrics["loss_standard_error"] > 0
     assert model.passes == [False, False] and model.training
-    loader.dataset = Windows(torch.arange(9, dtype=torch.uint8), 4)
-    with pytest.raises(RuntimeError, match="evaluated 7 of 8 held-out bytes"):
+    loader.dataset = Windows(torch.arange(10, dtype=torch.uint8), 4)
+    with pytest.raises(RuntimeError, match="evaluated 2 of 3 held-out windows"):
         script.evaluate(alone, model, loader, iter)
 
 
@@ -95,10 +95,10 @@ def test_sampling_changes_nothing_of_training(training):
 
 def test_patience_needs_a_validation_split(monkeypatch):
     script = load_script("train_lm")
-    data = SimpleNamespace(splits={"train": None, "test": None}, kind="text")
+    data = SimpleNamespace(held_out="test")
     monkeypatch.setattr(script, "local_main_first", lambda *_: data)
     monkeypatch.setattr(script, "agree", lambda *_: "")
     names = ("subset", "loss_on", "block_size", "val_fraction", "seed")
-    args = dict.fromkeys(names) | {"dataset": ["a"], "streaming": False, "patience": 1}
+    args = dict.fromkeys(names) | {"dataset": "a", "streaming": False, "patience": 1}
     with pytest.raises(UserError, match="--patience needs a validation split"):
         script.load_data(None, None, True, SimpleNamespace(**args))

@@ -12,7 +12,7 @@ from PIL import Image
 
 from utils.images.augment import normalize
 from utils.report import model_card
-from utils.run import weights
+from utils.run import files
 
 RECORD = {
     "arguments": {"dataset": "a_b", "batch_size": 1500},
@@ -47,7 +47,7 @@ def test_the_card_of_train_cifar_loads_the_model_with_its_script(name, tmp_path,
     mean, std = torch.tensor([125.3, 123.0, 113.9]), torch.tensor([63.0, 62.1, 66.7])
     config = {"model": name, "class_names": ["cat", "dog", "yak"]}
     config |= {"mean": mean.tolist(), "std": std.tolist()}
-    weights.export(tmp_path, model, config)
+    files.write_weights(tmp_path, model, config)
     monkeypatch.setattr(sys, "argv", ["scripts/train_cifar.py"])
     card = card_of(tmp_path, script.describe_model(config))
     assert "Classes: cat, dog, yak." in card and "pipeline_tag: image-classification" in card
@@ -65,7 +65,7 @@ def test_the_card_of_train_cifar_loads_the_model_with_its_script(name, tmp_path,
 def test_the_card_of_a_gpt_loads_it_with_its_script(tmp_path, monkeypatch):
     module, sizes = load_script("train_gpt"), dict(n_layer=1, n_head=2, n_embd=16, block_size=8)
     model = module.GPT(**sizes)
-    weights.export(tmp_path, model, sizes)
+    files.write_weights(tmp_path, model, sizes)
     monkeypatch.setattr(sys, "argv", ["scripts/train_gpt.py"])
     card = card_of(tmp_path, module.describe_model(sizes))
     assert "pipeline_tag: text-generation" in card and "`python train_gpt.py --sample . " in card
@@ -91,7 +91,8 @@ def test_a_card(tmp_path, capsys, monkeypatch):
     assert "\n\n## Use\n\nuse it\n\nTo run it without any of its code" in card
     assert "scripts/recipes/onnx.diff\n    python scripts/export.py THIS_FOLDER\n\nTo share" in card
     # Of a script that says nothing.
-    weights.export(tmp_path, torch.nn.Linear(2, 2), {"model": "net", "class_names": ["a", "b"]})
+    config = {"model": "net", "class_names": ["a", "b"]}
+    files.write_weights(tmp_path, torch.nn.Linear(2, 2), config)
     cpus = dict(arguments={"batch_size": 1}, topology={"processes": 2, "device": "CPU"})
     card = card_of(tmp_path, {}, RESULTS | {"train_seconds": 120.0}, **cpus)
     assert card.startswith("---\nlibrary_name: pytorch\ntags:\n- train_it\n---\n\n# A model of tr")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from utils.data.loaders import already_a_batch
-from utils.data.permutation import EpochSampler
+from utils.data.loaders import EpochSampler, already_a_batch
 from utils.images import transforms
 from utils.images.decoding import BadImage, Encoded
 from utils.images.sources import find_images

@@ -9,7 +9,7 @@ from harness import fakes
 from safetensors.torch import load_file, save_file
 
 from utils import weight_files
-from utils.run import weights
+from utils.run import files, manifest
 from utils.run.failures import UserError
 
 
@@ -104,7 +104,7 @@ class Tied(torch.nn.Module):
 
 def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path):
     model = Tied()
-    weights.export(tmp_path, model, {})
+    files.write_weights(tmp_path, model, {})
     saved = load_file(tmp_path / "model.safetensors")
     assert torch.equal(saved["embed.weight"], saved["head.weight"])
     for removed in ("embed.weight", "head.weight"):  # as in what `save_state` writes
@@ -118,15 +118,15 @@ def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path):
 
 def test_the_final_weights_of_a_run(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(weights, "sync", lambda path: synced.append(str(path)))
+    monkeypatch.setattr(files, "sync", lambda path: synced.append(str(path)))
     model, file = torch.nn.Linear(2, 3), tmp_path / "model.safetensors"
     model.weight.data = torch.randn(2, 3).t()  # not contiguous
     file.write_bytes(b"an older one")
-    weights.export(str(tmp_path), model, {"b": 1, "a": [2]})
+    files.write_weights(str(tmp_path), model, {"b": 1, "a": [2]})
     assert os.listdir(tmp_path) == [file.name]
     assert synced == [str(tmp_path / ".model.safetensors.writing"), str(tmp_path)]
     before = file.read_bytes()
-    weights.export(tmp_path, model, {"a": [2], "b": 1})
+    files.write_weights(tmp_path, model, {"a": [2], "b": 1})
     assert file.read_bytes() == before
     saved = weight_files.read(tmp_path)
     assert saved[1:] == ({"a": [2], "b": 1}, {}, {}, file, tmp_path)
@@ -138,6 +138,18 @@ def test_the_final_weights_of_a_run(tmp_path, monkeypatch):
     save_file(plain, tmp_path / "plain.safetensors")
     saved = weight_files.read(tmp_path / "plain.safetensors")
     assert saved.config is None and saved.state.keys() == plain.keys()
+
+
+def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path):
+    for step in (3, 12):
+        writing = tmp_path / "checkpoints" / ".writing"
+        writing.mkdir(parents=True)
+        save_file({"module.bias": torch.full((1,), float(step))}, writing / "model.safetensors")
+        record = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
+        manifest.complete(writing, writing.with_name(f"step_{step:08d}"), record)
+        saved = weight_files.read(tmp_path)
+        assert saved.state["bias"].tolist() == [step] and saved.config == {"width": step}
+        assert saved.run == tmp_path and saved.state.keys() == {"bias"}
 
 
 def test_another_model_is_refused(tmp_path):

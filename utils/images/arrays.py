@@ -6,11 +6,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from utils.data.cache_files import cached
+from utils.data.sharing import cached
 from utils.images.augment import to_device
-from utils.images.decoding import BadImage, Images
-from utils.images.pixels import SIZE, Pixels
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.decoding import BadImage, Images, Pixels
+from utils.images.local import SIZE
+from utils.images.sources import find_images
 from utils.run.failures import UserError
 
 
@@ -54,13 +54,10 @@ class Split:
 
     def mean_and_std(self):
         """Mean and standard deviation, float32 [3], of uint8 values in the first 10,000 images."""
-        # Counts how often each of the 256 levels occurs: exact, and faster than a copy in float32.
-        channels = self.images[:10_000].unbind(1)
-        counts = [torch.bincount(channel.flatten(), minlength=256) for channel in channels]
-        share, levels = torch.stack(counts).double(), torch.arange(256.0, dtype=torch.float64)
-        share /= share.sum(1, keepdim=True)
-        mean = share @ levels
-        variance = (share * (levels - mean[:, None]).square()).sum(1)
+        values = self.images[:10_000].int()  # whose sums are exact
+        count = values[:, 0].numel()
+        mean = values.sum((0, 2, 3)).double() / count
+        variance = values.square().sum((0, 2, 3)).double() / count - mean.square()
         return mean.float(), variance.clamp(min=1).sqrt().float()  # a channel may be constant
 
 
@@ -88,21 +85,11 @@ def load_arrays(name, *, seed=0, val_fraction=None, columns=None):
         UserError: as there; an image is corrupt; or the file cannot be written.
     """
     name = "synthetic in memory" if name == "synthetic" else name
-    found = find_images(name, seed=seed, val_fraction=val_fraction, columns=columns)
-    return _in_memory(found, skip=False)
+    return in_memory(find_images(name, seed=seed, val_fraction=val_fraction, columns=columns))
 
 
-def load_arrays_to_evaluate(name, class_names, *, columns=None):
-    """Loads what `sources.find_to_evaluate` finds, with its arguments, as `load_arrays`.
-
-    An image that cannot be read has the label -1. Raises UserError as there, or if the file of the
-    pixels cannot be written.
-    """
-    return _in_memory(find_to_evaluate(name, class_names, columns=columns), skip=True)
-
-
-def _in_memory(found, skip):
-    """The same data set with splits in memory; `skip`: images may be corrupt."""
+def in_memory(found, skip=False):
+    """The same `ImageSplits`, loaded; `skip`: an image that cannot be read has the label -1."""
     decoded, splits = {}, {}
     for split, images in found.splits.items():
         # All images of a source: other choices of the val split then use the same file.
@@ -147,7 +134,7 @@ def _decoded(source):
                 yield bytes(size)
         yield readable.tobytes()
 
-    stored = cached("decoded images", parts(), source.version, count * (size + 1))
+    stored = cached("decoded images", parts(), source.version)
     readable = stored[count * size :].numpy().astype(bool)
     return stored[: count * size].view(count, 3, SIZE, SIZE), readable
 

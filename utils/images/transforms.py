@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-from utils.data.permutation import sample_seed
+from utils.data.loaders import sample_seed
 from utils.images.decoding import BadImage
 from utils.run.failures import UserError
 
@@ -83,7 +83,7 @@ class TrainTransform:
         self._erase = v2.RandomErasing(random_erasing, value=color) if random_erasing else None
 
     def __call__(self, image, epoch, index):
-        """Transforms an image (Encoded | Scaled) to uint8 [3, size, size].
+        """Transforms an image (Encoded) to uint8 [3, size, size].
 
         Seeds torch's generator: all random numbers are a deterministic function of the seed,
         `epoch` and `index`. Raises BadImage if the data is damaged.

@@ -15,7 +15,7 @@ Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 `confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
 with their probabilities. With --images (a photo or a folder, for a run of train_images.py), prints
 the most likely classes of up to ten images, and writes `predictions.csv`, `.json` and
-`contact_sheet.png`. For a run with --ema_decay, uses the averaged weights.
+`contact_sheet.png`.
 
 Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
 perplexity, its standard error, and bits per byte.
@@ -52,11 +52,11 @@ from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images import classifier_plots, pretrained, scores
-from utils.images.arrays import load_arrays, load_arrays_to_evaluate
+from utils.images.arrays import in_memory, load_arrays
 from utils.images.augment import normalize
 from utils.images.decoding import Files, Images
-from utils.images.image_folder import EXTENSIONS
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.local import EXTENSIONS
+from utils.images.sources import described, find_images, find_splits
 from utils.images.transforms import EvalTransform, ImageBatches
 from utils.language.rows import checksum
 from utils.language.text import Text, read_splits
@@ -419,15 +419,14 @@ def evaluate_lm(accelerator, args, run):
     if not record:
         raise UserError(f"{run} has no args.json, as a run of train_lm.py does")
     trained = SimpleNamespace(**record["arguments"])
-    trained.dataset = shlex.split(trained.dataset)
     model, tokenizer = run_on_all(accelerator, lambda: train_lm.load_trained(run, trained))
     packed = train_lm.causal_lm.can_pack(model.config)
     described = record["data"]["data"]
     blocks, shown = load_blocks(accelerator, args, tokenizer, packed, trained, described)
-    loaders = train_lm.build_eval_loaders(accelerator, blocks, trained)
+    loader = train_lm.build_eval_loader(accelerator, blocks, trained)
     model = accelerator.prepare(model)
     train_lm.lm_loss.check(accelerator, model, packed)
-    results = train_lm.evaluate(accelerator, model, loaders, Progress(accelerator))
+    results = train_lm.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
     if "bits_per_byte" in results:
         said += f", {results['bits_per_byte']:.4f} bits per byte"
@@ -445,29 +444,29 @@ def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
         recorded (str): the description of its data.
 
     Returns:
-        tuple: the `Blocks` of each source (dict); `val` or `test`, what the run evaluated. Of
-        another data set its split `test`, or else `val`, or else `all` of it.
+        tuple: `Blocks`; `val` or `test`, what the run evaluated. Of another data set its split
+        `test`, or else `val`, or else `all` of it.
     """
     train_lm = beside("train_lm")
 
-    dataset = shlex.join(trained.dataset)
-    name = args.dataset or dataset
-    if is_same(name, dataset):
+    name = args.dataset or trained.dataset
+    if is_same(name, trained.dataset):
         data = train_lm.load_data(accelerator, tokenizer, packed, trained)
         warn_if_changed(accelerator, name, recorded, data.description)
-        return data.eval_sets, data.held_out
+        return data.splits[data.held_out], data.held_out
+    trained.dataset = name
     try:
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     except UserError:  # it may have too few documents to hold some out
         data = None
     if data is None or data.description != recorded:  # else it was moved
         trained.subset, trained.streaming, trained.val_fraction = None, False, 0
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     agree(accelerator, name, data)
     shown = next(split for split in ("test", "val", "train") if split in data.splits)
     if data.description == recorded and "val" in data.splits:
         shown = "val"
-    return {name: data.splits[shown]}, "all" if shown == "train" else shown
+    return data.splits[shown], "all" if shown == "train" else shown
 
 
 # ------------------------------------------------------------------------------------ both of text
@@ -533,8 +532,8 @@ def load_data(accelerator, args, saved, load):
                 return data
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
-        load_other = find_to_evaluate if load is find_images else load_arrays_to_evaluate
-        return load_other(name, class_names, **columns)
+        found = find_to_evaluate(name, class_names, **columns)
+        return in_memory(found, skip=True) if load is load_arrays else found
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
@@ -560,6 +559,21 @@ def writing_to(folder):
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
+
+
+def find_to_evaluate(name, class_names, columns=None):
+    """Finds labeled images that a model with these classes has not seen; some may have no image.
+
+    Returns:
+        ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
+        Raises UserError if there is no such data set, or it has other classes.
+    """
+    splits, _, left_out = find_splits(name, columns=columns, class_names=class_names)
+    split = next(split for split in ("test", "val", "train") if split in splits)
+    used = {"all" if split == "train" else split: splits.pop(split)}
+    for other, images in splits.items():
+        left_out.add(f"images of the {other} split", images.name(0), len(images))
+    return described(used, class_names, left_out)
 
 
 def is_same(name, recorded):

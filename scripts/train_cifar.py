@@ -39,7 +39,7 @@ from utils.compilation import compile_model
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images import classifier_plots
 from utils.images.arrays import load_arrays, on_device
-from utils.images.augment import augment, normalize
+from utils.images.augment import augment, cut_out, normalize
 from utils.muon import MuonSGD
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
@@ -57,7 +57,7 @@ from utils.scale.watchdog import Watchdog
 
 # The defaults of each model; flags override those that have one. 480 is divisible by the usual
 # numbers of GPUs: 1 to 6, 8, 10, 12, 16, 20, 24. `warmup`: fraction of the steps in which the
-# learning rate rises. `padding`: largest random shift, and `cutout`: side of the masked square, in
+# learning rate rises. `padding`: largest random shift, and `cutout`: side of the painted square, in
 # pixels.
 RECIPES = {
     "fastnet": dict(
@@ -245,11 +245,12 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
 
     The augmentation depends only on the seed, the epoch and the ids of the samples.
     """
-    images, keep = batch["images"], None
+    images = batch["images"]
     if not args.overfit_batch:
-        options = dict(padding=args.padding, cutout=args.cutout)
-        images, keep = augment(images, batch["ids"], epoch, args.seed, **options)
-    outputs = model(normalize(images, mean, std, keep, size))
+        images = augment(images, batch["ids"], epoch, args.seed, padding=args.padding)
+        if args.cutout:
+            images = cut_out(images, batch["ids"], epoch, args.seed, args.cutout, mean)
+    outputs = model(normalize(images, mean, std, size))
     return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
 
 
@@ -395,7 +396,7 @@ def main():
     config |= {"mean": mean.tolist(), "std": std.tolist()}
     compile_model(accelerator, [model], args.compile, dynamic=False)  # each image size on its own
     optimizer = build_optimizer(model, args)
-    model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
+    batch_norm.check(accelerator, model, micro_batch_size)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     loaders = build_loaders(accelerator, data, args)
@@ -407,7 +408,7 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
     def validate(step):
         data, size = loaders[held_out], image_size_at(step / plan.total_steps, args)
@@ -483,9 +484,6 @@ def parse_args():
     group.add_argument("--model", choices=RECIPES, default="fastnet", help="network to train")
     parser.add_training_arguments(group)
     flags.add(group, *flags.OPTIMIZER, "lr_schedule", "compile", lr_schedule="linear")
-    group.add_argument(
-        "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
-    )
     group.add_argument("--label_smoothing", type=share, help="0: none")
     group.add_argument(
         "--tta", action="store_true", help="also report test-time augmented accuracy"

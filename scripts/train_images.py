@@ -20,7 +20,6 @@ what has no flag, such as Mixup or the warm-up, edit `PRESETS` in a copy of this
 
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
@@ -41,8 +40,7 @@ from utils.compilation import compile_model
 from utils.data import evaluation
 from utils.data.loaders import EpochSampler, end_workers, explain, fit_batch_size, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.ema import MovingAverage
-from utils.images import classifier_plots, image_cache, pretrained, scores
+from utils.images import classifier_plots, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.sources import find_images
 from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTransform
@@ -71,9 +69,9 @@ COMMON = dict(
 )  # fmt: skip
 # The defaults of each --preset; flags override those that have one. `small` trains from scratch on
 # hundreds of images. `torchvision` is the recipe of its references/classification for ResNet-50
-# (80.9 % on ImageNet there, 8 GPUs), without repeated augmentation. `train_size` and `eval_resize`
-# (the shorter side before the crop) count only with the `image_size` of their preset; otherwise
-# they are `image_size`, and 8/7 of it or in the proportion of --weights.
+# (80.9 % on ImageNet there, 8 GPUs), without repeated augmentation and averaged weights.
+# `train_size` and `eval_resize` (the shorter side before the crop) count only with the `image_size`
+# of their preset; otherwise they are `image_size`, and 8/7 of it or in the proportion of --weights.
 PRESETS = {  # EDIT: defaults
     "scratch": dict(
         epochs=90, batch_size=256, optimizer="sgd", lr=0.2, weight_decay=5e-5,
@@ -89,7 +87,7 @@ PRESETS = {  # EDIT: defaults
     ),
     "torchvision": dict(
         epochs=600, batch_size=1024, optimizer="sgd", lr=0.5, weight_decay=2e-5,
-        auto_augment="trivial", random_erasing=0.1, mixup=0.2, cutmix=1.0, ema_decay=0.99998,
+        auto_augment="trivial", random_erasing=0.1, mixup=0.2, cutmix=1.0,
         train_size=176, image_size=224, eval_resize=232,
     ),
 }  # fmt: skip
@@ -120,35 +118,6 @@ def build_optimizer(model, args):
     return torch.optim.SGD(
         groups, lr=args.lr, momentum=args.momentum, nesterov=args.momentum > 0, fused=True
     )
-
-
-def build_ema(accelerator, model, decay, plan):
-    """The exponential moving average of all weights and statistics; None without a decay.
-
-    It is saved with every checkpoint.
-    """
-    if not decay:
-        return None
-    window = round(1 / (1 - decay))
-    if window > plan.total_steps and accelerator.is_main_process:
-        notice(
-            f"--ema_decay {decay} averages over about {window:,} steps, more than the "
-            f"{plan.total_steps:,} of this run: its last ninth will be averaged"
-        )
-
-    ema = MovingAverage(model, partial(ema_decay_at, decay=decay))
-    accelerator.register_for_checkpointing(ema)
-    return ema
-
-
-def ema_decay_at(updates, decay):
-    """The decay of the moving average after so many updates, at most `decay`.
-
-    (1 + t) / (10 + t), from TensorFlow's `ExponentialMovingAverage(num_updates=t)`, is an average
-    over about the last ninth of the updates. Without it, a run shorter than the window would end
-    with an average that consists of its initial weights.
-    """
-    return min(decay, (1 + updates) / (10 + updates))
 
 
 def lr_multiplier(step, plan, args):
@@ -209,13 +178,6 @@ def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
     """
     options = loader_options(accelerator, args.num_workers, args.timeout)
     train_size = args.train_size or preprocess["crop"]
-    if args.cache:
-        # A little more than the training size, and at least the size to which the evaluation
-        # resizes.
-        side = max(preprocess["resize"], round(1.15 * train_size))
-        how = (side, preprocess["interpolation"])
-        for split, images in data.splits.items():
-            data.splits[split] = image_cache.cache_images(accelerator, images, split, *how)
     eval_transform = train_transform = EvalTransform(preprocess)
     if not args.overfit_batch:
         train_transform = TrainTransform(
@@ -286,34 +248,28 @@ def compute_loss(model, batch, mean, std, mix, step, args, balance=None):  # EDI
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
+def evaluate(accelerator, model, loader, watch, mean, std):  # EDIT: metric
     """Computes exact metrics of a split: each image counts once, on any number of processes.
 
-    Args:
-        watch: `guard.watch`, with which a signal ends the evaluation.
-        ema (MovingAverage | None): evaluate these weights instead of those of `model`.
+    Args: watch: `guard.watch`, with which a signal ends the evaluation.
 
     Returns:
         tuple: what `scores.summarize` returns; and a dict with one value per image, in the order of
         the data: `labels` and `predictions`, int64, and `losses`, float32. An unreadable image has
         the label -1 and does not count.
     """
-    if ema:
-        ema.broadcast_buffers()
-    evaluated = ema.module if ema else model
-    evaluated.eval()
+    model.eval()
     parts = []
     for batch in watch(loader):
         with accelerator.autocast():
-            outputs = evaluated(normalize(batch["images"], mean, std)).float()
+            outputs = model(normalize(batch["images"], mean, std)).float()
         losses = F.cross_entropy(outputs, batch["labels"], reduction="none", ignore_index=-1)
         top = outputs.topk(min(5, outputs.shape[1])).indices
         # Gather per batch and per sample: gather_for_metrics then drops the samples that were
         # repeated to fill up the last batch.
         gathered = accelerator.gather_for_metrics((batch["ids"], batch["labels"], losses, top))
         parts.append([value.cpu() for value in gathered])
-    if not ema:
-        pretrained.train(model)
+    pretrained.train(model)
     ids, labels, losses, top = (torch.cat(values) for values in zip(*parts, strict=True))
     if not torch.equal(ids, torch.arange(len(loader.dataset))):
         raise RuntimeError(f"evaluated {len(ids)} of {len(loader.dataset)} images, or not in order")
@@ -321,20 +277,12 @@ def evaluate(accelerator, model, ema, loader, watch, mean, std):  # EDIT: metric
     return metrics, {"labels": labels, "predictions": top[:, 0], "losses": losses}
 
 
-def export(folder, config, model, ema):
-    """Writes the final weights, and with averaged ones also those before averaging."""
-    files.write_weights(folder, ema.module if ema else model, config)
-    if ema:
-        (folder / "without_ema").mkdir(exist_ok=True)
-        files.write_weights(folder / "without_ema", model, config)
-
-
-def final_results(accelerator, model, ema, loaders, watch, mean, std):
+def final_results(accelerator, model, loaders, watch, mean, std):
     """Evaluates each held-out split; returns all metrics, and the values per image of `val`."""
     results, samples = {}, None
     for split in ("test", "val"):
         if split in loaders:
-            metrics, samples = evaluate(accelerator, model, ema, loaders[split], watch, mean, std)
+            metrics, samples = evaluate(accelerator, model, loaders[split], watch, mean, std)
             results |= {f"{split}_{name}": value for name, value in metrics.items()}
     return results, samples
 
@@ -367,19 +315,16 @@ probabilities = model(x[None]).softmax(1)[0]  # of the classes above
 ```"""
 
 
-def describe_model(config, args):
+def describe_model(config):
     """What the model card says about a model, for `model_card.write`."""
     names = config["class_names"]
     values = dict(model=config["model"], classes=len(names))
     more = f" and {len(names) - 50} more" if len(names) > 50 else ""
-    about = f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}."
-    if args.ema_decay:
-        about += f" The weights are averages with a decay of up to {args.ema_decay}."
     return {
         "title": f"{config['model']}, {len(names)} classes",
         "library": "torchvision",
         "task": "image-classification",
-        "about": about,
+        "about": f"Classes: {', '.join(map(for_markdown, names[:50]))}{more}.",
         "usage": USAGE.format(**values, **config["preprocessing"]),
     }
 
@@ -436,14 +381,12 @@ def main():
     pretrained.train(pretrained.freeze(model) if args.freeze else model)
     compile_model(accelerator, [model], args.compile)
     optimizer = build_optimizer(model, args)
-    model = batch_norm.synchronize(accelerator, model, micro_batch_size, args.sync_batchnorm)
+    batch_norm.check(accelerator, model, micro_batch_size)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     batch_norm.broadcast_less(model)
     held_out = len(data.splits["val"])
     loaders = build_loaders(accelerator, data, config["preprocessing"], eval_samples, plan, args)
-    plain = accelerator.unwrap_model(model)
-    ema = build_ema(accelerator, plain, args.ema_decay, plan)
     mean, std = pretrained.colors(config, accelerator.device)
     balance = class_weights(data, accelerator.device, args)
     first = blank_batch(loaders["train"].dataset.size, accelerator.device)
@@ -451,11 +394,11 @@ def main():
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
     progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics, _ = evaluate(accelerator, model, ema, loaders["some"], progress, mean, std)
+        metrics, _ = evaluate(accelerator, model, loaders["some"], progress, mean, std)
         run.log("val", step, score=scores.score(metrics, args.score), **metrics)
 
     train_loss = math.inf
@@ -481,8 +424,6 @@ def main():
                     optimizer.zero_grad()
                 losses.append(loss.detach())
                 ids.append(batch["ids"])
-            if ema and not accelerator.optimizer_step_was_skipped:
-                ema.update(plain)
             profile.step()
             stop = guard.should_stop(step, losses, ids, norm)  # the same on every process
             if plan.log_due(step):  # one loss, not one per process
@@ -501,13 +442,14 @@ def main():
     profile.stop()
     end_workers(loaders)
 
-    run_on_main(accelerator, lambda: export(run.path, config, plain, ema))
+    plain = accelerator.unwrap_model(model)
+    run_on_main(accelerator, lambda: files.write_weights(run.path, plain, config))
     counts = progress.announce(len(data.splits["val"]), held_out, run.path)
-    results, samples = final_results(accelerator, model, ema, loaders, progress, mean, std)
+    results, samples = final_results(accelerator, model, loaders, progress, mean, std)
     results |= scores.per_class(samples["labels"], samples["predictions"], data.class_names)
     run.finish(step, **results, **counts)
     if accelerator.is_main_process:
-        model_card.write(run, **describe_model(config, args))
+        model_card.write(run, **describe_model(config))
         trackers.log_images(write_outputs(run, config, data, samples), step)
     run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
@@ -527,11 +469,6 @@ def parse_args():
         choices=["stop", "skip"],
         default="stop",
         help="what to do if one cannot be read",
-    )
-    group.add_argument(
-        "--cache",
-        action="store_true",
-        help="scale all images once, and keep them in the folder HF_DATASETS_CACHE of each machine",
     )
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --preset)"
@@ -569,16 +506,6 @@ def parse_args():
         default="accuracy",
         help="held-out metric for the best checkpoint and for --patience",
     )
-    group.add_argument(
-        "--ema_decay",
-        type=number(float, 0, below=1),
-        default=0.0,
-        help="highest decay of the moving average of the weights, which is evaluated and exported; "
-        "0: no average",
-    )
-    group.add_argument(
-        "--sync_batchnorm", action="store_true", help="batch norm over all processes; on GPUs"
-    )
     group = parser.add_argument_group("size and augmentation of the images")
     group.add_argument(
         "--image_size",
@@ -613,7 +540,7 @@ def parse_args():
         args.weights = str(Path(given).resolve())
     if args.overfit_batch:
         args.lr_schedule = "constant"
-        args.label_smoothing = args.mixup = args.cutmix = args.ema_decay = 0.0
+        args.label_smoothing = args.mixup = args.cutmix = 0.0
     return frozen(args)
 
 

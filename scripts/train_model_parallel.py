@@ -220,7 +220,7 @@ def compute_loss(model, batch, mean, std, epoch, args):  # EDIT: loss
     """The mean loss of a batch, on the device of the last stage."""
     images = batch["images"]
     if not args.overfit_batch:
-        images, _ = augment(images, batch["ids"], epoch, args.seed)
+        images = augment(images, batch["ids"], epoch, args.seed)
     outputs = model(normalize(images, mean, std))
     return F.cross_entropy(outputs, batch["labels"].to(outputs.device))
 
@@ -294,7 +294,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"stages of the first process on {', '.join(map(str, stages))}")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
     def validate(step):
         metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)

@@ -83,17 +83,6 @@ a stream forgets its position (scripts/train_gpt.py)
 + None
 = test_gpt.py -k stream_killed
 
-averaged weights are not saved (scripts/train_images.py)
-- accelerator.register_for_checkpointing(ema)
-+ pass
-= test_every_script.py -k 'same_bytes and train_images'
-
-weights are averaged after each micro-batch (scripts/train_images.py)
--                 losses.append(loss.detach())
-+                 losses.append(loss.detach())
-+                 ema and len(losses) == 1 and ema.update(plain)
-= test_train_images.py -k averaged
-
 module. in the export (scripts/train_cifar.py)
 - accelerator.unwrap_model(model), config
 + model, config
@@ -188,11 +177,6 @@ a process that makes no progress asks for nothing (utils/scale/watchdog.py)
 -             self.ask(f"{STILL} {passed:.0f} s")
 +             pass
 = test_hangs.py -k before_the_time_out
-
-a skipped step is averaged (scripts/train_images.py)
-- if ema and not accelerator.optimizer_step_was_skipped:
-+ if ema:
-= test_train_images.py -k skipped_step
 
 frozen weights are part of a checkpoint of LoRA (scripts/train_lm.py)
 - adapters.save_trained_only(accelerator.unwrap_model(model))

@@ -19,7 +19,7 @@ AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered obje
 def read(path):
     """Reads weights as `weight_files.read` does, also from a checkpoint of a sharded run.
 
-    Of a checkpoint of a run that averages its weights (`utils/ema.py`), these are the averaged
+    Of a checkpoint of a run that averages its weights by an `AveragedModel`, these are the averaged
     ones, as in its final weights.
     """
     return weight_files.read(path, _load)

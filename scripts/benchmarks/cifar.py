@@ -135,8 +135,8 @@ def plain_cifar(model, batch_size, steps):
     for step, ids in enumerate(batches(len(split), batch_size, steps)):
         ids = ids.chunk(world)[rank]
         size = train_cifar.image_size_at(step / steps, args)
-        images, keep = augment(split.images[ids], ids, 0, 0, padding=2, cutout=0)
-        outputs = parallel(normalize(images, mean, std, keep, size))
+        images = augment(split.images[ids], ids, 0, 0, padding=2)
+        outputs = parallel(normalize(images, mean, std, size))
         smoothing = args.label_smoothing
         loss = F.cross_entropy(outputs, split.labels[ids], label_smoothing=smoothing)
         loss.backward()

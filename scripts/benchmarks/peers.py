@@ -1,6 +1,5 @@
 """train_images.py against the training scripts of timm and torchvision."""
 
-import itertools
 import os
 import shutil
 import tempfile
@@ -52,7 +51,6 @@ def peers(args):
         return {}
     ratios = {}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         for case, (_, _, steps, size) in PEER_CASES.items():
             train = Path(folder) / case / "train"
             make_photos(train, 2 * PEER_CLASSES, *size, PEER_CLASSES)
@@ -60,23 +58,19 @@ def peers(args):
             repeat_files(train, PEER_BATCH * steps // (2 * PEER_CLASSES))
         for _ in rounds(args):
             for case, (model, pixels, steps, _) in PEER_CASES.items():
-                ours, measured = {case: TRAIN_IMAGES}, {}
-                if case == "decoding":
-                    ours["cached"] = f"{TRAIN_IMAGES} --cache"
+                measured = {}
                 facts = dict(data=f"{folder}/{case}", pixels=pixels, steps=steps)
-                if "cached" in ours:
-                    measure(ours["cached"], 1, model=model, **facts)  # fills the cache
-                for name, command in (ours | theirs).items():
+                for name, command in {case: TRAIN_IMAGES, **theirs}.items():
                     known = TIMM_NAMES.get(model, model) if name == "timm" else model
                     counted = 4 if args.quick else steps
                     found = measure(command, counted, model=known, **facts)
                     shown = f"{found['speed']:.1f} images/s, {found['start']:.1f} s"
                     print(f"    {case}, {name}: {shown}, {found['memory']:.0f} MB", flush=True)
                     measured[name] = found
-                for side, peer in itertools.product(ours, theirs):
-                    for figure, value in measured[side].items():
+                for peer in theirs:
+                    for figure, value in measured[case].items():
                         ratio = value / measured[peer][figure]
-                        ratios.setdefault(f"peers/{side}_{figure}_{peer}", []).append(ratio)
+                        ratios.setdefault(f"peers/{case}_{figure}_{peer}", []).append(ratio)
     more = "images per second over the peer (more is better), ratio"
     less = "seconds to the first step, peak memory, over the peer (less is better), ratio"
     return {name: (values, more if "_speed_" in name else less) for name, values in ratios.items()}

@@ -97,7 +97,7 @@ def record(images, seed, bf16, steps=None):
     yield
     for step, ids in enumerate(batches(len(train), BATCH_SIZE, steps or total)):
         batch = train.batch(ids)
-        shown, _ = augment(batch["images"], ids, step // per_epoch, seed, padding=2)
+        shown = augment(batch["images"], ids, step // per_epoch, seed, padding=2)
         model.whiten.bias.requires_grad_(step < whiten_steps)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * (1 - step / (whiten_steps if group is whitening else total))

@@ -13,14 +13,13 @@ from harness.data import make_photos
 from harness.launches import final_weights, metrics, results, run, run_once
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 IMAGES, EVALUATE = "scripts/train_images.py", "scripts/evaluate.py"
 CLASSES = ["cat", "dog", "yak"]
 RECIPE = (
     "--model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 --gradient_accumulation_steps 2 "
     "--lr 0.02 --max_train_steps 8 --log_every 1 --eval_every 4 --checkpoint_every 3 "
-    "--preset torchvision --ema_decay 0.5 --track none --eval_samples 10"  # mixes and erases
+    "--preset torchvision --track none --eval_samples 10"  # mixes and erases
 )
 TINY = "--model squeezenet1_1 --image_size 32 --batch_size 6"
 
@@ -61,16 +60,6 @@ def test_leaves_everything_it_promises(reference_run):
     colors = dict(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
     expected = dict(resize=37, crop=32, interpolation="bilinear", **colors)
     assert stored["preprocessing"] == expected
-    averaged = load_file(folder / "model.safetensors")
-    last = load_file(folder / "without_ema" / "model.safetensors")
-    assert averaged.keys() == last.keys()
-    assert not torch.equal(averaged["fc.weight"], last["fc.weight"])
-
-
-def test_weights_are_averaged_once_per_step_however_many_micro_batches(reference_run):
-    newest = reference_run.folder / "checkpoints" / "step_00000008"
-    averages = torch.load(newest / "custom_checkpoint_0.pkl", weights_only=True)
-    assert averages["n_averaged"] == 8
 
 
 @pytest.fixture(scope="session")
@@ -93,7 +82,7 @@ def predicted(made_once, reference_run, photo_folder):
 def test_the_model_card_loads_the_model_without_these_scripts(
     reference_run, predicted, tmp_path, monkeypatch
 ):
-    """Its probabilities are those of evaluate.py, from the averages in a checkpoint."""
+    """Its probabilities are those of evaluate.py, from a checkpoint."""
     card = (reference_run.folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: torchvision\n") and "| val accuracy | " in card
     code = card.split("```python\n")[1].split("```")[0]
@@ -159,15 +148,12 @@ def test_a_run_continues_where_its_first_weights_are_moved_or_gone(
     assert results(tmp_path / "new" / "run")["resumed_from"] == 2
 
 
-def test_a_skipped_step_in_fp16_is_not_averaged(photo_folder, tmp_path):
-    """Nor does it move the schedule."""
+def test_a_skipped_step_in_fp16_does_not_move_the_schedule(photo_folder, tmp_path):
     words = ["fp16@2:", IMAGES, "--dataset", str(photo_folder), *TINY.split()]
-    words += "--ema_decay 0.9 --max_train_steps 3 --checkpoint_every 3 --num_workers 0".split()
+    words += "--max_train_steps 3 --checkpoint_every 3 --num_workers 0".split()
     run("cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path)
-    checkpoint = tmp_path / "checkpoints" / "step_00000003"
-    averages = torch.load(checkpoint / "custom_checkpoint_0.pkl", weights_only=True)
-    schedule = torch.load(checkpoint / "scheduler.bin", weights_only=True)
-    assert (averages["n_averaged"], schedule["last_epoch"]) == (2, 2)
+    schedule = tmp_path / "checkpoints" / "step_00000003" / "scheduler.bin"
+    assert torch.load(schedule, weights_only=True)["last_epoch"] == 2
 
 
 @pytest.mark.slow
@@ -181,8 +167,7 @@ def test_killed_mid_accumulation_with_workers_ends_with_the_same_bytes(
     assert killed.returncode != 0 and not (folder / "model.safetensors").exists()
     run(None, IMAGES, f"{arguments} --num_workers 3", output_dir=folder)
     assert 0 < results(folder)["resumed_from"] < 6
-    for part in ("", "without_ema"):
-        assert final_weights(folder / part) == final_weights(reference_run.folder / part)
+    assert final_weights(folder) == final_weights(reference_run.folder)
     for split in ("train", "val"):
         assert metrics(folder, split) == metrics(reference_run.folder, split)
 

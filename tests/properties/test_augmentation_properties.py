@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
 
-from utils.images.augment import augment, normalize
+from utils.images.augment import augment, cut_out, normalize
 from utils.run.draws import random_uint32
 
 SEEDS, EPOCHS = st.integers(0, 2**32 - 1), st.integers(0, 500)
@@ -18,17 +18,13 @@ def pictures(count, height, width):
     return values.to(torch.uint8).view(count, 3, height, width)
 
 
-@given(IDS, SEEDS, EPOCHS, st.integers(0, 3), st.integers(0, 7), st.randoms())
-def test_augmentation_depends_on_the_sample_not_on_its_batch(
-    ids, seed, epoch, padding, cutout, random
-):
+@given(IDS, SEEDS, EPOCHS, st.integers(0, 3), st.randoms())
+def test_augmentation_depends_on_the_sample_not_on_its_batch(ids, seed, epoch, padding, random):
     images, ids = pictures(len(ids), 8, 6), torch.tensor(ids)
-    options = dict(epoch=epoch, seed=seed, padding=padding, cutout=cutout)
-    whole, keep = augment(images, ids, **options)
+    options = dict(epoch=epoch, seed=seed, padding=padding)
     part = random.sample(range(len(ids)), random.randint(1, len(ids)))
-    some, some_keep = augment(images[part], ids[part], **options)
-    assert torch.equal(whole[part], some)
-    assert keep is some_keep is None if cutout == 0 else torch.equal(keep[part], some_keep)
+    some = augment(images[part], ids[part], **options)
+    assert torch.equal(augment(images, ids, **options)[part], some)
 
 
 @given(IDS, SEEDS, EPOCHS, st.integers(0, 2))
@@ -41,7 +37,7 @@ def test_an_image_is_shifted_into_its_reflection_and_mirrored_in_every_other_epo
     crops = crops.permute(2, 3, 0, 1, 4, 5).flatten(0, 1)  # [shifts, images, ...]
     mirrored = []
     for number in (epoch, epoch + 1):
-        changed, _ = augment(images, torch.tensor(ids), number, seed, padding=padding)
+        changed = augment(images, torch.tensor(ids), number, seed, padding=padding)
         matches = (crops == changed).flatten(2).all(2).any(0)
         flipped = (crops == changed.flip(-1)).flatten(2).all(2).any(0)
         assert torch.equal(matches, ~flipped)
@@ -50,17 +46,19 @@ def test_an_image_is_shifted_into_its_reflection_and_mirrored_in_every_other_epo
 
 
 @given(IDS, SEEDS, EPOCHS, st.integers(1, 9))
-def test_cutout_masks_one_square_whose_center_is_in_the_image(ids, seed, epoch, cutout):
-    _, keep = augment(pictures(len(ids), 8, 6), torch.tensor(ids), epoch, seed, cutout=cutout)
-    assert keep.shape == (len(ids), 1, 8, 6)
-    for masked in keep[:, 0] == 0:
-        rows, columns = masked.any(1), masked.any(0)
-        assert torch.equal(masked, rows[:, None] & columns[None])
+def test_cutout_paints_one_square_whose_center_is_in_the_image(ids, seed, epoch, side):
+    images = pictures(len(ids), 8, 6)
+    changed = cut_out(images, torch.tensor(ids), epoch, seed, side, torch.full((3,), 254.6))
+    painted = (changed == 255).all(1)
+    assert torch.equal(changed, images.masked_fill(painted[:, None], 255))
+    for square in painted:
+        rows, columns = square.any(1), square.any(0)
+        assert torch.equal(square, rows[:, None] & columns[None])
         for line, size in ((rows, 8), (columns, 6)):
-            found = line.nonzero().flatten().tolist()
-            assert found == list(range(found[0], found[-1] + 1))  # without a gap
-            cut_off = found[0] == 0 or found[-1] == size - 1
-            assert len(found) == cutout or (cut_off and cutout // 2 <= len(found) < cutout)
+            places = line.nonzero().flatten().tolist()
+            assert places == list(range(places[0], places[-1] + 1))  # without a gap
+            cut_off = places[0] == 0 or places[-1] == size - 1
+            assert len(places) == side or (cut_off and side // 2 <= len(places) < side)
 
 
 @given(SEEDS, EPOCHS)
@@ -77,16 +75,13 @@ def test_random_numbers_are_uniform_and_independent(seed, epoch):
     assert torch.corrcoef(draws).fill_diagonal_(0).abs().max() < 0.035
 
 
-@given(st.booleans(), st.sampled_from([None, 4, 6]), st.booleans())
-def test_images_are_normalized_then_masked_then_scaled(channels_last, size, masked):
+@given(st.booleans(), st.sampled_from([None, 4, 6]))
+def test_images_are_normalized_and_then_scaled(channels_last, size):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     images = pictures(4, 6, 6).contiguous(memory_format=layout)
     mean, std = torch.tensor([10.0, 20, 30]), torch.tensor([2.0, 4, 8])
-    keep = torch.ones(4, 1, 6, 6)
-    keep[:, :, 2:4] = 0
-    out = normalize(images, mean, std, keep if masked else None, size)
+    out = normalize(images, mean, std, size)
     expected = (images.float() - mean.view(3, 1, 1)) / std.view(3, 1, 1)
-    expected = expected * keep if masked else expected
     if size == 4:
         expected = interpolate(expected, size=(4, 4), mode="bilinear", antialias=True)
     assert torch.allclose(out, expected, atol=1e-4)

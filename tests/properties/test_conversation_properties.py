@@ -82,17 +82,14 @@ def runs_of(is_target):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=30)
-@given(MESSAGES, st.none() | st.integers(0, 6), st.booleans())
-def test_exactly_the_answers_and_the_tokens_that_end_them_are_learned(name, said, cut, as_parts):
-    """Also of a row with a prompt, whose answers are not learned, and a completion."""
+@given(MESSAGES, st.booleans())
+def test_exactly_the_answers_and_the_tokens_that_end_them_are_learned(name, said, as_parts):
     template, rows, messages = TEMPLATES[name], as_rows(said, as_parts), as_read(said)
     answered = []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i >= max(1, cut or 0) and message["content"].strip():
+        if message["role"] == "assistant" and i and message["content"].strip():
             answered.append((render(messages[:i], template, True), messages[: i + 1]))
     row, kind = {"messages": rows}, "messages"
-    if cut is not None:
-        row, kind = {"prompt": rows[:cut], "completion": rows[cut:]}, "prompt"
     if not all(render(read, template).startswith(asked) for asked, read in answered):
         with pytest.raises(UserError, match="does not begin message"):
             ENCODERS[name].draft(row, kind, "row 0")

@@ -14,7 +14,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from utils.data import evaluation
-from utils.ema import MovingAverage
 from utils.images import scores as image_scores
 from utils.run.failures import UserError
 
@@ -127,13 +126,13 @@ def test_moments_of_parts_add_up_to_a_mean_over_tokens_and_its_error(samples, pl
 class Pixels(torch.nn.Module):
     """Takes the logits from the image: exactly, as they are multiples of 1/255."""
 
-    def __init__(self, sign=1):
+    def __init__(self):
         super().__init__()
-        self.sign, self.norm, self.passes = sign, torch.nn.BatchNorm2d(3), []
+        self.norm, self.passes = torch.nn.BatchNorm2d(3), []
 
     def forward(self, x):
         self.passes.append(self.training or self.norm.training)
-        return 8 * self.sign * x.flatten(1)
+        return 8 * x.flatten(1)
 
 
 class Batches:
@@ -179,7 +178,8 @@ def test_what_scripts_report_does_not_depend_on_batches(name, labels, seed, cuts
     labels = labels if name == "train_images" else labels.clamp(min=0)
     loader, logits = batches_of(labels, seed, cuts)
     model, evaluate = Pixels(), load_script(name).evaluate
-    inputs = (model, None if name == "train_images" else Batches(labels), loader, iter, *COLORS)
+    split = [] if name == "train_images" else [Batches(labels)]
+    inputs = (model, *split, loader, iter, *COLORS)
     more = {"size": 2} if name == "train_cifar" else {}
     found, expected = evaluate(alone(), *inputs, **more), plain_metrics(logits, labels.numpy())
     assert model.passes == [False] * len(loader) and model.training and model.norm.training
@@ -196,17 +196,6 @@ def test_what_scripts_report_does_not_depend_on_batches(name, labels, seed, cuts
     left = len(labels) - len(loader)
     with pytest.raises(RuntimeError, match=f"evaluated {left} of {len(labels)}"):
         evaluate(alone(dropped=1), *inputs, **more)
-
-
-def test_an_evaluation_is_of_the_averaged_weights(monkeypatch):
-    script, model, sent = load_script("train_images"), Pixels(), []
-    ema = MovingAverage(Pixels(sign=-1), None)
-    monkeypatch.setattr("utils.ema.broadcast", sent.append)
-    loader, logits = batches_of(torch.arange(6), seed=0)
-    _, samples = script.evaluate(alone(), model, ema, loader, iter, *COLORS)
-    assert samples["predictions"].tolist() == logits.argmin(1).tolist()
-    assert model.training and not model.passes and not ema.module.training
-    assert all(one is other for one, other in zip(sent, ema.module.buffers(), strict=True))
 
 
 @settings(max_examples=20)

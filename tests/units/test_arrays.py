@@ -5,7 +5,8 @@ import torch
 from harness.data import noise, write_images
 from harness.fakes import accelerator
 
-from utils.images.arrays import load_arrays, load_arrays_to_evaluate, on_device
+from utils.images.arrays import in_memory, load_arrays, on_device
+from utils.images.sources import described, find_splits
 from utils.run.failures import UserError
 
 
@@ -24,7 +25,7 @@ def test_an_evaluation_leaves_out_what_training_refuses(folder, tmp_path):
     """Also if the evaluation came first, and decoded the images for both."""
 
     def to_evaluate():
-        return load_arrays_to_evaluate(folder, ["cat", "dog"]).splits["all"]
+        return in_memory(described(*find_splits(folder)), skip=True).splits["train"]
 
     broken = tmp_path / "data" / "cat" / "4.png"
     broken.write_bytes(b"a thesis")

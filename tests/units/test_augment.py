@@ -31,12 +31,8 @@ def test_what_a_seed_draws_stays_the_same():
 
 def test_what_the_augmentation_makes_of_an_image_stays_the_same():
     images, ids = pictures(), torch.arange(6)
-    changed, keep = augment(images, ids, 3, 1, padding=1, cutout=3)
-    assert digest(changed) == "c2fb280d54e96f7c" and digest(keep) == "ce7dd3a78e9f51d1"
-    assert digest(augment(images, ids, 4, 1)[0]) == "093877ae76d86b57"
-    assert augment(images, ids, 4, 1)[1] is None
-    even = augment(images, ids, 3, 1, cutout=4)[1]
-    assert digest(even) == "72b310fffb4267cb" and set(even.unique().tolist()) == {0.0, 1.0}
+    assert digest(augment(images, ids, 3, 1, padding=1)) == "c2fb280d54e96f7c"
+    assert digest(augment(images, ids, 4, 1)) == "093877ae76d86b57"
 
 
 def test_what_mixing_draws_stays_the_same():

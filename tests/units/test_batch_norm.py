@@ -15,44 +15,29 @@ def norm():
     return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
 
 
-def test_batch_norm_over_all_processes_keeps_the_parameters():
-    model = norm()
-    model[1].weight.requires_grad_(False)
-    before = list(model.parameters())
-    for samples in (1, 250):
-        synced = batch_norm.synchronize(accelerator(2, device="cuda"), model, samples, wanted=True)
-        assert type(synced[1]) is nn.SyncBatchNorm and not synced[1].weight.requires_grad
-        assert all(a is b for a, b in zip(before, synced.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
-    ("samples", "wanted", "facts", "says"),
+    ("samples", "facts", "says"),
     [
-        (31, False, {"processes": 2}, True),
-        (16, False, {"processes": 2, "device": "cuda"}, True),
-        (15, False, {"processes": 2}, False),  # a batch of 30 is small by intention
-        (31, True, {"device": "cuda"}, False),
-        (32, False, {"processes": 2}, False),
-        (250, True, {"processes": 2}, True),  # --sync_batchnorm, without GPUs
-        (250, True, {"processes": 1}, False),
-        (8, False, {"processes": 2, "rank": 1}, False),
+        (31, {"processes": 2}, True),
+        (15, {"processes": 2}, False),  # a batch of 30 is small by intention
+        (31, {}, False),
+        (32, {"processes": 2}, False),
+        (8, {"processes": 4, "rank": 1}, False),
     ],
 )
-def test_who_says_what_about_batch_norm(samples, wanted, facts, says, capsys):
-    model = norm()
-    assert batch_norm.synchronize(accelerator(**facts), model, samples, wanted) is model
-    assert type(model[1]) is nn.BatchNorm2d
+def test_few_samples_for_batch_norm_are_said_once(samples, facts, says, capsys):
+    batch_norm.check(accelerator(**facts), norm(), samples)
     said = capsys.readouterr().err
     assert (f"uses the statistics of the {samples} samples that a process" in said) == says
     assert says or said == ""
 
 
 def test_one_sample_for_batch_norm_is_refused():
-    """Not with frozen statistics, and not without batch norm."""
+    """Not with frozen statistics, nor those of all processes, and not without batch norm."""
     with pytest.raises(UserError, match="more than the one sample that each process"):
-        batch_norm.synchronize(accelerator(), norm(), 1, wanted=False)
-    for model in (norm().eval(), nn.LayerNorm(2)):
-        assert batch_norm.synchronize(accelerator(2, device="cuda"), model, 1, wanted=True) is model
+        batch_norm.check(accelerator(), norm(), 1)
+    for model in (norm().eval(), nn.LayerNorm(2), nn.SyncBatchNorm(3)):
+        batch_norm.check(accelerator(32), model, 1)
 
 
 def test_ddp_broadcasts_the_statistics_of_batch_norm_only_for_evaluation():

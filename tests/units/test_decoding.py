@@ -12,8 +12,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
 from utils.images import decoding
-from utils.images.decoding import BadImage, Encoded, Files, Images, Rows
-from utils.images.pixels import Pixels
+from utils.images.decoding import BadImage, Encoded, Files, Images, Pixels, Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 LARGE = noise(0, (4, 3)).resize((400, 300))

@@ -95,10 +95,10 @@ def test_sampling_changes_nothing_of_training(training):
 
 def test_patience_needs_a_validation_split(monkeypatch):
     script = load_script("train_lm")
-    data = SimpleNamespace(splits={"train": None, "test": None}, kind="text")
+    data = SimpleNamespace(held_out="test")
     monkeypatch.setattr(script, "local_main_first", lambda *_: data)
     monkeypatch.setattr(script, "agree", lambda *_: "")
     names = ("subset", "loss_on", "block_size", "val_fraction", "seed")
-    args = dict.fromkeys(names) | {"dataset": ["a"], "streaming": False, "patience": 1}
+    args = dict.fromkeys(names) | {"dataset": "a", "streaming": False, "patience": 1}
     with pytest.raises(UserError, match="--patience needs a validation split"):
         script.load_data(None, None, True, SimpleNamespace(**args))

@@ -6,10 +6,11 @@ import threading
 
 import pytest
 from harness.data import left_out, sizes, write_images
+from harness.launches import load_script
 
 from utils.data.scan import read_regular
-from utils.images.arrays import load_arrays, load_arrays_to_evaluate
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.arrays import load_arrays
+from utils.images.sources import find_images
 from utils.run.failures import UserError
 
 
@@ -61,6 +62,7 @@ def test_folders_are_splits_or_classes(paths, classes, splits, lines, tmp_path):
         ("fold1/cat/ fold1/dog/ fold2/cat/ fold2/dog/", "'fold2' have the same sub-folders"),
         ("fit/cat/ fit/dog/ holdout/cat/ holdout/dog/", "rename 'fit', since a split is"),
         ("cat/", "has only one class, cat"),
+        ("a.png b.png metadata.csv", "metadata.csv is not read: make a folder for each class, as"),
         ("a.png .git/x/", "(left out: hidden files and folders: 1 (.git); left out: images in no"),
     ],
 )
@@ -79,7 +81,7 @@ def test_what_is_not_an_image_of_a_class_is_named(tmp_path):
     data = find_images(root, val_fraction=0.3)
     assert sum(sizes(data).values()) == 15
     assert set(left_out(data)) == {
-        ".heic files, which Pillow cannot read (convert them to JPEG): 2 (cat/a.HEIC)",
+        ".heic files (convert them to JPEG): 2 (cat/a.HEIC)",
         ".db files: 1 (cat/Thumbs.db)",
         "empty folders: 1 (labels)",
         ".txt files: 1 (notes.txt)",
@@ -143,12 +145,13 @@ def test_devices_and_fifos_are_never_opened(tmp_path, monkeypatch):
 )
 def test_other_data_is_evaluated_as_a_whole_with_the_labels_of_the_model(paths, expected, tmp_path):
     root, model = write_images(tmp_path, *paths.split()), ["bird", "cat", "dog"]
-    for load in (find_to_evaluate, load_arrays_to_evaluate):
-        data = load(root, model)
-        assert sizes(data) == expected and data.class_names == model
-        start = " test" if "test" in expected else ""
-        assert f"{sum(expected.values())}{start} images of 3 classes (" in data.description
-        labels = next(iter(data.splits.values())).labels.tolist()
-        assert labels == [1, 1, 1] + [2, 2, 2] * ("dog/" in paths)
+    find_to_evaluate = load_script("evaluate").find_to_evaluate
+    data = find_to_evaluate(root, model)
+    assert sizes(data) == expected and data.class_names == model
+    assert len(left_out(data)) == ("train/" in paths)
+    start = " test" if "test" in expected else ""
+    assert f"{sum(expected.values())}{start} images of 3 classes (" in data.description
+    labels = next(iter(data.splits.values())).labels.tolist()
+    assert labels == [1, 1, 1] + [2, 2, 2] * ("dog/" in paths)
     with pytest.raises(UserError, match=r"class 'cat' of its .* is not in those of the model"):
         find_to_evaluate(root, ["bird", "emu"])

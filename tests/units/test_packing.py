@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from utils.language import packing
 from utils.language.packing import (
     DOCUMENT,
     IGNORED,
@@ -26,6 +25,9 @@ def make(lengths, seed=0, targets=True):
     documents, lengths = np.zeros(len(lengths), DOCUMENT), np.array(lengths)
     documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
     documents["answer"], documents["bytes"] = 2, lengths - 1
+    for document in documents:
+        begin = document["start"]
+        document["targets"] = is_target[begin + 1 : begin + document["length"]].sum()
     return stream, documents, is_target
 
 
@@ -74,8 +76,7 @@ def test_each_token_of_a_text_but_the_first_is_a_target_once(lengths, packed):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_conversations_keep_their_targets(packed, monkeypatch):
-    monkeypatch.setattr(packing, "COUNTED", 7)  # documents whose targets are counted at once
+def test_conversations_keep_their_targets(packed):
     lengths = np.random.default_rng(1).integers(1, 30, 60).tolist()
     stream, documents, is_target = make(lengths)
     blocks, counts = pack_conversations(stream, documents, 16, PAD, packed=packed)

@@ -13,7 +13,6 @@ from utils.run.failures import UserError
     [
         ("train_cifar", "--label_smoothing", "2"),
         ("train_cifar", "--val_fraction", "-0.1"),
-        ("train_images", "--ema_decay", "1"),
         ("train_images", "--flip", "2"),
         ("train_gpt", "--dropout", "2"),
         ("train_gpt", "--dropout", "nan"),

@@ -7,8 +7,8 @@ from harness.data import sizes
 from harness.launches import CIFAR, results, run
 
 from utils.images.arrays import load_arrays
-from utils.images.pixels import CLASSES, draw_patterns
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.local import CLASSES, draw_patterns
+from utils.images.sources import find_images, find_splits
 from utils.run.failures import UserError
 
 NAMES = ["cat", "dog", "yak"]
@@ -85,12 +85,12 @@ def test_arrays_that_do_not_fit_are_refused(made, says, tmp_path):
 def test_a_model_is_evaluated_on_its_own_classes(tmp_path):
     """By name where the file has names: their order may differ."""
     name = write(tmp_path / "a.npz", arrays(), ["yak", "cat", "dog"])
-    found = find_to_evaluate(name, [*NAMES, "zebu"])
-    assert found.splits["test"].labels.tolist() == [2, 0, 1] * 4 and list(found.splits) == ["test"]
-    numbers = write(tmp_path / "b.npz", arrays(), None)
-    assert find_to_evaluate(numbers, NAMES).splits["test"].labels.tolist() == [0, 1, 2] * 4
+    splits, _, _ = find_splits(name, class_names=[*NAMES, "zebu"])
+    assert splits["test"].labels.tolist() == [2, 0, 1] * 4
+    splits, _, _ = find_splits(write(tmp_path / "b.npz", arrays(), None), class_names=NAMES)
+    assert splits["test"].labels.tolist() == [0, 1, 2] * 4
     with pytest.raises(UserError, match=r"class 'yak' of its train split .* those of the model"):
-        find_to_evaluate(name, ["cat", "dog"])
+        find_splits(name, class_names=["cat", "dog"])
 
 
 def test_damaged_files_are_refused_and_nothing_in_a_file_is_executed(tmp_path):

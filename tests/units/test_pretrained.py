@@ -9,7 +9,6 @@ from harness.data import kinds_of_classifiers
 from harness.fakes import accelerator
 from harness.launches import some_slow
 
-from utils.ema import MovingAverage
 from utils.images import pretrained
 from utils.run import files
 from utils.run.failures import UserError
@@ -33,8 +32,6 @@ def test_every_classifier_takes_weights_from_safetensors(name):
     """Such a file has no place for what some classes save with their weights."""
     model = pretrained.without_weights(name)
     model.load_state_dict(dict(model.state_dict()))
-    average = MovingAverage(model, lambda updates: 0.9)
-    average.load_state_dict(average.state_dict())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -1,4 +1,4 @@
-"""Functions of train_images.py: options, optimizer, averages, loaders, and the model card."""
+"""Functions of train_images.py: options, optimizer, loaders, and the model card."""
 
 import sys
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def test_weights_that_are_gone_have_the_same_path_as_before(parse, tmp_path, mon
 def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, parse, capsys):
     wanted = script.COMMON | script.PRESETS[preset] | {"epochs": 7}
     args = vars(parse(f"--dataset synthetic --preset {preset} --epochs 7"))
-    assert wanted.items() <= args.items() and not args["cache"] and args["momentum"] == 0.9
+    assert wanted.items() <= args.items() and args["momentum"] == 0.9
     with pytest.raises(SystemExit):
         parse("--help")
     shown = set(capsys.readouterr().out.split())
@@ -72,8 +72,8 @@ def test_options_that_exclude_each_other(parse):
         with pytest.raises(UserError, match=says):
             parse(f"--dataset a {words}")
     one_batch = parse("--dataset a --preset torchvision --overfit_batch --lr_schedule linear")
-    names = ("lr_schedule", "label_smoothing", "mixup", "cutmix", "ema_decay")
-    assert [getattr(one_batch, name) for name in names] == ["constant", 0, 0, 0, 0]
+    names = ("lr_schedule", "label_smoothing", "mixup", "cutmix")
+    assert [getattr(one_batch, name) for name in names] == ["constant", 0, 0, 0]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -99,26 +99,6 @@ def test_weight_decay_and_learning_rates_of_the_groups(optimizer):
     assert isinstance(made, kinds[optimizer]) and made.defaults["fused"]
     momentum = (made.defaults.get("momentum"), made.defaults.get("nesterov"))
     assert momentum == ((0.9, True) if optimizer == "sgd" else (None, None))
-
-
-def test_the_decay_of_averaged_weights_rises(capsys):
-    """A run shorter than the averaging window must not end with its initial weights."""
-    decays = [script.ema_decay_at(t, 0.99998) for t in (1, 8, 90, 10**6)]
-    assert decays == [2 / 11, 9 / 18, 91 / 100, 0.99998]
-    model, registered = torch.nn.Linear(1, 1, bias=False), []
-    process = accelerator(register_for_checkpointing=registered.append)
-    ema = script.build_ema(process, model, 0.9, PLAN)
-    assert registered == [ema]
-    for value in (1.0, 3.0):
-        with torch.no_grad():
-            model.weight.fill_(value)
-        ema.update(model)
-    assert ema.module.weight.item() == pytest.approx(1 + 2 * 9 / 11)
-    assert script.build_ema(process, model, 0.0, PLAN) is None
-    script.build_ema(process, model, 0.99, PLAN)
-    assert capsys.readouterr().err == ""
-    script.build_ema(process, model, 0.995, PLAN)
-    assert "averages over about 200 steps, more than the 100 of this run" in capsys.readouterr().err
 
 
 def options(parse, words):
@@ -148,15 +128,13 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path, monkeypatch):
     preprocess = dict(resize=36, crop=32, interpolation="bilinear", **pretrained.IMAGENET)
     process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
     monkeypatch.setitem(script.PRESETS["scratch"], "train_size", 48)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    args = options(parse, "--gradient_accumulation_steps 2 --cache")
+    args = options(parse, "--gradient_accumulation_steps 2")
     loaders = script.build_loaders(process, data, preprocess, 5, PLAN, args)
     assert set(loaders) == {"train", "val", "some"} and len(prepared) == 3
     assert len(loaders["some"].dataset) == 5 and len(loaders["val"].dataset) == 12
     batches = list(loaders["train"])
     assert len(batches) == 6 and all(batch["images"].shape == (2, 3, 48, 48) for batch in batches)
     assert next(iter(loaders["val"]))["images"].shape[1:] == (3, 32, 32)
-    assert min(data.splits["train"].open(0).pixels().shape[1:]) == 55  # 1.15 * 48
     # One batch, again and again, looks as in an evaluation.
     data.splits["train"] = data.splits["val"]
     args = options(parse, "--overfit_batch")
@@ -170,9 +148,9 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path, monkeypatch):
 def test_the_model_card_names_up_to_fifty_classes():
     described = dict(model="squeezenet1_1", class_names=["a", "b|c"])
     described["preprocessing"] = pretrained.preprocessing(None)
-    card = script.describe_model(described, SimpleNamespace(ema_decay=0.9))
+    card = script.describe_model(described)
     assert (card["title"], card["library"]) == ("squeezenet1_1, 2 classes", "torchvision")
-    assert card["about"].startswith("Classes: a, b") and "a decay of up to 0.9" in card["about"]
+    assert card["about"].startswith("Classes: a, b")
     described["class_names"] = [f"c{i}" for i in range(53)]
-    about = script.describe_model(described, SimpleNamespace(ema_decay=0))["about"]
+    about = script.describe_model(described)["about"]
     assert about.endswith("c49 and 3 more.")

@@ -9,14 +9,10 @@ import stat
 from utils.run.failures import UserError
 from utils.run.output import one_line
 
-# Folders that other programs put beside images: thumbnails, wastebaskets, metadata.
-FOREIGN = {
-    *"@eadir @__thumb @recycle @recently-snapshot #recycle #snapshot $recycle.bin".split(),
-    *"__macosx __pycache__ lost+found".split(),
-    "system volume information",
-}
-# Images that Pillow does not read.
-UNREADABLE = {*".heic .heif .hif .jxl .svg .psd .raw .cr2 .cr3 .nef .arw .dng .orf .rw2".split()}
+# How the names of folders begin that other programs put beside images: thumbnails, wastebaskets.
+FOREIGN = ("@", "#", "$", "__", "lost+found", "System Volume Information")
+# Images that Pillow does not read everywhere.
+UNREADABLE = {".heic", ".heif", ".avif", ".jxl", ".svg", ".raw", ".dng"}
 
 
 class LeftOut:
@@ -91,7 +87,7 @@ def scan(root, suffixes):
             suffix = os.path.splitext(entry.name)[1].lower()
             if entry.name.startswith("."):
                 left_out.add("hidden files and folders", path)
-            elif entry.is_dir() and entry.name.lower() in FOREIGN:
+            elif entry.is_dir() and entry.name.startswith(FOREIGN):
                 left_out.add("folders of thumbnails or of the system", path)
             elif entry.is_dir():
                 folders.append(path)
@@ -100,7 +96,9 @@ def scan(root, suffixes):
                     files.append(path)
                     continue
                 others.append(path)
-                left_out.add(_describe(suffix), path)
+                kind = f"{suffix} files" if suffix else "files without a suffix"
+                advice = " (convert them to JPEG)" if suffix in UNREADABLE else ""
+                left_out.add(kind + advice, path)
             elif os.path.exists(entry.path):
                 left_out.add("devices, FIFOs or sockets", path)
             else:
@@ -115,11 +113,3 @@ def scan(root, suffixes):
     except OSError as error:
         raise UserError(f"cannot read {error.filename or root}: {error.strerror}") from None
     return files, others, left_out
-
-
-def _describe(suffix):
-    if not suffix:
-        return "files without a suffix"
-    if suffix in UNREADABLE:
-        return f"{suffix} files, which Pillow cannot read (convert them to JPEG)"
-    return f"{suffix} files"

@@ -32,7 +32,6 @@ READERS = {
 }
 STRIPPED = r"(?i)\.[a-z0-9]+(\.(gz|bz2|xz))?$"  # the suffix of a file, as in train.txt.gz
 MOST_COLUMNS = 10_000  # of a CSV file
-LISTS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv"}  # tables that a person can read
 # Files that the `datasets` library writes about a data set.
 METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 

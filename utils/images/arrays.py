@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from utils.data.sharing import cached
 from utils.images.augment import to_device
-from utils.images.decoding import BadImage, Images
-from utils.images.pixels import SIZE, Pixels
-from utils.images.sources import find_images, find_to_evaluate
+from utils.images.decoding import BadImage, Images, Pixels
+from utils.images.local import SIZE
+from utils.images.sources import find_images
 from utils.run.failures import UserError
 
 
@@ -88,21 +88,11 @@ def load_arrays(name, *, seed=0, val_fraction=None, columns=None):
         UserError: as there; an image is corrupt; or the file cannot be written.
     """
     name = "synthetic in memory" if name == "synthetic" else name
-    found = find_images(name, seed=seed, val_fraction=val_fraction, columns=columns)
-    return _in_memory(found, skip=False)
+    return in_memory(find_images(name, seed=seed, val_fraction=val_fraction, columns=columns))
 
 
-def load_arrays_to_evaluate(name, class_names, *, columns=None):
-    """Loads what `sources.find_to_evaluate` finds, with its arguments, as `load_arrays`.
-
-    An image that cannot be read has the label -1. Raises UserError as there, or if the file of the
-    pixels cannot be written.
-    """
-    return _in_memory(find_to_evaluate(name, class_names, columns=columns), skip=True)
-
-
-def _in_memory(found, skip):
-    """The same data set with splits in memory; `skip`: images may be corrupt."""
+def in_memory(found, skip=False):
+    """The same `ImageSplits`, loaded; `skip`: an image that cannot be read has the label -1."""
     decoded, splits = {}, {}
     for split, images in found.splits.items():
         # All images of a source: other choices of the val split then use the same file.

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from utils.run.draws import random_uint32
 
 
-def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
-    """Shifts and flips a batch of images, and masks a square in each (cutout).
+def augment(images, ids, epoch, seed, *, padding=2):
+    """Shifts and flips a batch of images.
 
     The shift is a crop from the image padded by reflection. Whether a sample is flipped in the
     first epoch is random, and alternates from then on, so that two consecutive epochs show both
@@ -23,12 +23,9 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
         ids: int64 [batch], the samples' ids in the data set. The random numbers are drawn where
             they are: on the CPU, a GPU runs no kernels for them.
         padding (int): the largest shift in pixels.
-        cutout (int): side of the masked square, in pixels (T. DeVries, arXiv:1708.04552); 0: none.
 
     Returns:
-        tuple: the images, uint8, and the mask of the pixels to keep, float32 [batch, 1, height,
-        width] (None without cutout). Multiply by the mask after normalization, when 0 is the mean
-        color.
+        uint8 images of the same shape.
     """
     height, width = images.shape[-2:]
     down, across = (torch.arange(size, device=ids.device) for size in (height, width))
@@ -44,55 +41,44 @@ def augment(images, ids, epoch, seed, *, padding=2, cutout=0):
     )
     source = (rows[:, :, None] + columns[:, None, :]).flatten(1)
     source = source[:, None].expand(-1, images.shape[1], -1)
-    images = images.flatten(2).gather(2, source).view(images.shape)
-    if not cutout:
-        return images, None
-    y = random_uint32(seed, epoch, ids, 3) % height
-    x = random_uint32(seed, epoch, ids, 4) % width
+    return images.flatten(2).gather(2, source).view(images.shape)
+
+
+def cut_out(images, ids, epoch, seed, side, color):
+    """Paints a square in each image (T. DeVries, arXiv:1708.04552); its center is in the image.
+
+    Args:
+        images, ids: as for `augment`.
+        side (int): of the square, in pixels.
+        color: float32 [channels]; the mean of the data becomes 0 by `normalize`.
+
+    Returns:
+        uint8 images of the same shape.
+    """
     inside = []  # per axis: whether a position is inside the square
-    for positions, center in ((down, y), (across, x)):
-        offset = positions - center[:, None] + cutout // 2
-        within = (offset >= 0) & (offset < cutout)
-        inside.append(to_device(within, images.device).float())
-    return images, 1 - (inside[0][:, :, None] * inside[1][:, None, :])[:, None]
+    for stream, size in zip((3, 4), images.shape[-2:], strict=True):
+        center = random_uint32(seed, epoch, ids, stream) % size
+        offset = torch.arange(size, device=ids.device) - center[:, None] + side // 2
+        inside.append(to_device((offset >= 0) & (offset < side), images.device))
+    square = inside[0][:, None, :, None] & inside[1][:, None, None, :]
+    return torch.where(square, color.round().to(torch.uint8).view(-1, 1, 1), images)
 
 
-def normalize(images, mean, std, keep=None, size=None):
+def normalize(images, mean, std, size=None):
     """Converts uint8 images [batch, 3, height, width] to zero mean and unit variance per channel.
 
     Args:
         mean, std: float32 [3], in units of the uint8 values.
-        keep: the mask that `augment` returned.
         size (int | None): resize to this height and width, in pixels.
 
     Returns:
         float32 [batch, 3, size, size], in channels-last memory format.
     """
-    scale, shift = 1 / std, mean / std
-    if images.stride(1) == 1:  # channels last
-        images = _normalize_rows(images, scale, shift)
-    else:
-        images = images.float().mul_(scale.view(3, 1, 1)).sub_(shift.view(3, 1, 1))
-    if keep is not None:
-        images.mul_(keep)
+    # Broadcasting the three values of a pixel takes twice as long, where channels are last.
+    images = F.batch_norm(images.float(), mean, std.square(), eps=0)
     if size is not None and size != images.shape[-1]:
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     return images.contiguous(memory_format=torch.channels_last)
-
-
-def _normalize_rows(images, scale, shift):
-    """Normalizes channels-last images, a row of pixels at a time.
-
-    Broadcasting the three values of a pixel takes twice as long.
-    """
-    pixels, width = images.permute(0, 2, 3, 1).flatten(2), images.shape[-1]
-    scale, shift = scale.repeat(width), shift.repeat(width)
-    rows = torch.empty_like(pixels, dtype=torch.float32)
-    # On a CPU one image after the other: it stays in the cache of the core.
-    on_cpu = images.device.type == "cpu"
-    for source, target in zip(pixels, rows, strict=True) if on_cpu else [(pixels, rows)]:
-        target.copy_(source).mul_(scale).sub_(shift)
-    return rows.unflatten(2, (width, 3)).permute(0, 3, 1, 2)
 
 
 def _random_shift(seed, epoch, ids, stream, padding):

@@ -29,7 +29,7 @@ def image_grid(path, images, labels, predictions, class_names, title):
     size = (columns * 1.35, rows * 1.35 * cell_height / cell_width + 0.5)
     figure, axis = plots.subplots(1, 1, figsize=size)
     axis.axis("off")
-    names = drawable(shorten(name) for name in class_names)
+    names = [plots.for_plot(shorten(name)) for name in class_names]
     pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
     for index, (label, prediction) in enumerate(pairs):
         row, column = divmod(index, columns)
@@ -62,7 +62,7 @@ def confusion_matrix(path, counts, class_names):
                     color = "white" if share[i, j] > 55 else "black"
                     place = dict(ha="center", va="center", in_layout=False)
                     axis.text(j, i, f"{share[i, j]:.1f}", fontsize=8, color=color, **place)
-    names = drawable(class_names)
+    names = list(map(plots.for_plot, class_names))
     axis.set_xticks(range(count), names, rotation=45, ha="right")
     axis.set_yticks(range(count), names)
     axis.set_xlabel("predicted class")
@@ -119,20 +119,6 @@ def of_images(folder, dataset, samples, class_names):
     return {
         name: np.asarray(Image.open(folder / f"{name}.png").convert("RGB"))[None] for name in drawn
     }
-
-
-def drawable(texts):
-    """Escapes names for a plot; letters that its font lacks become code points, `\\u732b`.
-
-    The font is the first one of Matplotlib's setting `font.family`.
-    """
-    from matplotlib import font_manager
-
-    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
-    letters, texts = font.get_charmap(), [plots.for_plot(text) for text in texts]
-    missing = {ord(letter) for text in texts for letter in text} - letters.keys()
-    escapes = {letter: f"\\u{letter:04x}" for letter in missing}
-    return [text.translate(escapes) for text in texts]
 
 
 def shorten(text, most=14):

@@ -14,18 +14,13 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, features
+from PIL import Image, ImageOps
 
 from utils.data.scan import read_regular, stamp
 
 ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 exchange width and height
-# Since Pillow 11.2, if built with it; `check` would warn about a name that it does not know.
-HAS_AVIF = "avif" in features.modules and features.check("avif")
 # Common ones first. Not PostScript, say, for which Pillow starts another program.
-FORMATS = (
-    *("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF", "DIB", "TGA", "JPEG2000", "ICO", "PCX"),
-    *(["AVIF"] if HAS_AVIF else []),
-)
+FORMATS = tuple("JPEG PNG GIF BMP PPM WEBP TIFF DIB TGA JPEG2000 ICO PCX".split())
 TIFF_BITS = 258  # the tag: bits of each channel
 SAMPLED = 1000  # images of which a fingerprint reads `SAMPLED_BYTES`
 SAMPLED_BYTES = 1 << 16
@@ -35,18 +30,7 @@ class BadImage(Exception):
     """The data is not an image, or a damaged one."""
 
 
-class Source:
-    """All images of a data set; `read` returns the bytes of one."""
-
-    def open(self, row):
-        """Reads an image and its header: `Encoded`. Raises BadImage if it cannot, or is none."""
-        try:
-            return Encoded(self.read(row))
-        except (OSError, ValueError) as error:
-            raise BadImage(getattr(error, "strerror", None) or str(error)) from None
-
-
-class Files(Source):
+class Files:
     """Images in files: `names` (list of str) are paths relative to the folder `root`."""
 
     def __init__(self, root, names):
@@ -89,7 +73,7 @@ class Files(Source):
         return digest.hexdigest()
 
 
-class Rows(Source):
+class Rows:
     """Images in the rows of a table.
 
     Args:
@@ -136,6 +120,25 @@ class Rows(Source):
         return pc.binary_length(column).fill_null(-1).to_numpy().astype(np.int64)
 
 
+class Pixels(Rows):
+    """Images in an array, `images`: uint8 [images, height, width, 3]."""
+
+    def __init__(self, images, place, version):
+        super().__init__(images, place, version)
+        self.images = images
+
+    def read(self, row, most=None):
+        """An image as a PPM file, which has its values as they are; or the first `most` bytes."""
+        _, height, width, _ = self.images.shape
+        data = b"P6 %d %d 255\n" % (width, height) + self.images[int(row)].tobytes()
+        return data[:most]
+
+    @property
+    def sizes(self):
+        """The size of each image in bytes, int64."""
+        return np.full(len(self), self.images[0].nbytes)
+
+
 @dataclass
 class Images:
     """One split of a data set.
@@ -144,7 +147,7 @@ class Images:
     [samples].
     """
 
-    source: Source
+    source: Files | Rows | Pixels
     rows: np.ndarray
     labels: np.ndarray
 
@@ -152,8 +155,11 @@ class Images:
         return len(self.rows)
 
     def open(self, index):
-        """Reads an image and its header, as `Source.open`."""
-        return self.source.open(self.rows[index])
+        """Reads an image and its header: `Encoded`. Raises BadImage if it cannot, or is none."""
+        try:
+            return Encoded(self.source.read(self.rows[index]))
+        except (OSError, ValueError) as error:
+            raise BadImage(getattr(error, "strerror", None) or str(error)) from None
 
     def name(self, index):
         """The path of an image, or the row and the split in which it is."""

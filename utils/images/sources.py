@@ -1,6 +1,6 @@
 """Finds a data set: the one place that decides what its rows, splits, classes and labels are.
 
-A new kind of source is one more module like `pixels`, whose `find` returns splits of `Images`
+A new kind of source is one more function like `local.find_arrays`, which returns splits of `Images`
 and class names; every script, and evaluate.py, then takes it.
 """
 
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from utils.data.scan import LeftOut
-from utils.data.tables import READERS, SPLITS, hold_out, local_path
-from utils.images import image_folder, pixels
+from utils.data.tables import SPLITS, hold_out, local_path
+from utils.images import local
 from utils.images.decoding import Images
 from utils.run.arguments import shown
 from utils.run.failures import UserError
@@ -24,7 +24,7 @@ COMPARED = 400  # images that may be copies; of more than 40,000, a hundredth
 ALTERNATIVES = (
     "use a folder with one sub-folder per class (or train/ and val/ with such sub-folders), a Hub "
     "id such as uoft-cs/cifar10 or a folder in the Hub's layout, a Parquet file, an .npz file "
-    "with arrays, or --dataset synthetic"
+    "with arrays, or --dataset synthetic (scripts/README.md makes folders from a list of files)"
 )
 
 
@@ -50,8 +50,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
     script has to choose by results on test data.
 
     Args:
-        name (str): see `ALTERNATIVES`; a folder may also have a list `metadata.csv` (file_name,
-            label, perhaps split).
+        name (str): see `ALTERNATIVES`.
         seed (int): seed of the split and of `synthetic`.
         val_fraction (float | None): share of each class for the split; 0: none. None: 0.1 if there
             is no `test` split either, else 0. The seed and the names of images decide which ones.
@@ -64,7 +63,7 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
     Raises:
         UserError: there is no such data set, it has another layout, or nothing is held out.
     """
-    splits, class_names, left_out = _find(name, seed, columns)
+    splits, class_names, left_out = find_splits(name, seed, columns)
     if len(class_names) < 2:
         raise UserError(
             f"--dataset {name} has only one class, {class_names[0]}: a classifier needs at least "
@@ -90,28 +89,18 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
             raise UserError(
                 f"--dataset {name}: its {split} split has no image of class {class_name}{others}"
             )
-    return _described(splits, class_names, left_out, copies)
+    return described(splits, class_names, left_out, copies)
 
 
-def find_to_evaluate(name, class_names, *, columns=None):
-    """Finds labeled images that a model with these classes has not seen; some may have no image.
+def find_splits(name, seed=0, columns=None, class_names=None):
+    """Finds the splits that a data set has: `find_images` describes the arguments and errors.
+
+    Args: class_names (list[str] | None): those of a model, which may have more; None: those of the
+        training images.
 
     Returns:
-        ImageSplits: with one split, `test` or else `val`, if the data set has it; else `all`.
-
-    Raises:
-        UserError: there is no such data set, or it has other classes.
+        tuple: the splits (dict of `Images`), the names of the classes, and what was `LeftOut`.
     """
-    splits, _, left_out = _find(name, 0, columns, class_names)
-    split = next(split for split in ("test", "val", "train") if split in splits)
-    used = {"all" if split == "train" else split: splits.pop(split)}
-    for other, images in splits.items():
-        left_out.add(f"images of the {other} split", images.name(0), len(images))
-    return _described(used, class_names, left_out)
-
-
-def _find(name, seed, columns, class_names=None):
-    """Splits, class names and what was left out of any data set."""
     found, known, left_out = _open(name, seed, columns or (None, None), class_names)
     splits = {split: found[split] for split in SPLITS if split in found}
     if class_names is None and "train" not in splits:
@@ -142,27 +131,24 @@ def _find(name, seed, columns, class_names=None):
 
 def _open(name, seed, columns, class_names):
     """Splits with labels of their own, the names of these, and what was left out."""
-    if name in pixels.COUNTS:
-        return *pixels.draw_splits(seed, name), LeftOut()
+    if name in local.COUNTS:
+        return *local.draw_splits(seed, name), LeftOut()
     path = local_path(name, ALTERNATIVES)
     if path and path.is_file() and path.suffix.lower() == ".npz":
-        return *pixels.find(name, path, class_names), LeftOut()
-    if path and path.is_file() and path.suffix.lower() not in READERS:
-        known = ", ".join([*READERS, ".npz"])
+        return *local.find_arrays(name, path, class_names), LeftOut()
+    if path and path.is_file() and path.suffix.lower() not in local.TABLES:
+        known = ", ".join([*local.TABLES, ".npz"])
         raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
-    if path and path.is_dir():
-        file = image_folder.list_in(path)
-        found = None if file else image_folder.find(path.resolve(), ALTERNATIVES)
-        if found:
-            return found
-        if file:
-            path, columns = file, (columns[0] or "file_name", columns[1])
+    found = local.find_in_folder(path.resolve(), ALTERNATIVES) if path and path.is_dir() else None
+    if found:
+        return found
     from utils.images import tables  # here, because it imports `datasets`, which takes a second
 
     return tables.find(name, path, columns, ALTERNATIVES)
 
 
-def _described(splits, class_names, left_out, copies=()):
+def described(splits, class_names, left_out, copies=()):
+    """These splits as `ImageSplits`; `copies` are lines about equal images."""
     splits = {split: splits[split] for split in (*SPLITS, "all") if split in splits}
     details = [*count_classes(splits, class_names), *left_out.lines(), *_look_alikes(class_names)]
     counts = [f"{len(images):,} {split}".removesuffix(" all") for split, images in splits.items()]

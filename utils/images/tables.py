@@ -1,7 +1,8 @@
 """Images in the rows of a table: a file, a folder in the Hub's layout, or a data set of the Hub.
 
 Labels are text, integers, or of the type `datasets.ClassLabel`: each different value is a class,
-exactly.
+exactly. The images are in the table, or are files of a data set of the Hub: a list of paths is not
+read.
 """
 
 import os
@@ -12,17 +13,8 @@ import numpy as np
 from huggingface_hub import constants
 
 from utils.data.scan import LeftOut, scan
-from utils.data.tables import (
-    LISTS,
-    METADATA,
-    READERS,
-    describes_itself,
-    files_by_split,
-    load_table,
-    name_splits,
-    split_of,
-)
-from utils.images import image_folder
+from utils.data.tables import describes_itself, files_by_split, load_table, name_splits
+from utils.images import local
 from utils.images.decoding import Files, Images, Rows
 from utils.run.failures import UserError
 
@@ -38,34 +30,27 @@ def find(name, path, wanted, alternatives):
     Args:
         name (str): the value of `--dataset`.
         path (Path | None): a file or a folder; None: `name` is a Hub id.
-        wanted (tuple): the columns of the images (which may also have paths) and of their labels,
-            or None for those that `find_columns` finds.
+        wanted (tuple): the columns of the images and of their labels, or None for those that
+            `find_columns` finds.
         alternatives (str): what else the user can give; error messages end with it.
 
     Returns:
         tuple: the splits (dict of `Images`), the names of all classes, and what was left out.
 
     Raises:
-        UserError: there is no such table or column; a row has no label; a file has two labels; or a
-            path leads out of the folder of the table.
+        UserError: there is no such table or column, or a row has no label or no image.
     """
-    left_out, one_file = LeftOut(), path is not None and path.is_file()
-    files = _files(path) if path and not one_file else None
-    files = {"train": [path]} if one_file else files
+    left_out = LeftOut()
+    files = _files(path) if path and path.is_dir() else None
     tables = load_table(name, files=files, alternatives=alternatives)
     used = name_splits(name, tables, left_out)
     if not used:
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(tables)}; {alternatives}"
         )
-    if one_file and "split" in used["train"].features:
-        used = _by_column(name, used["train"])
     image_column, label_column = find_columns(name, next(iter(used.values())).features, *wanted)
     labels, names = _read_labels(used, label_column)
-    # In a list that a person wrote, paths may lead anywhere.
-    is_list = one_file and path.suffix.lower() in LISTS and path.name not in image_folder.LISTS
-    folder = path.parent if one_file else path
-    splits, seen = {}, {}
+    splits = {}
     for split, values in labels.items():
         place = f"{name}, {split} split"
         missing = np.flatnonzero(values < 0)
@@ -78,11 +63,8 @@ def find(name, path, wanted, alternatives):
                 f"label, or -1, in the column {label_column} (the first is row {missing[0]}): "
                 "filter them out, or give a class another name than -1"
             )
-        source = _source(used[split], image_column, place, folder, is_list)
-        images = Images(source, np.arange(len(values)), values)
-        if isinstance(source, Files):
-            images = _once(name, split, images, seen, left_out)
-        splits[split] = images
+        source = _source(used[split], image_column, place)
+        splits[split] = Images(source, np.arange(len(values)), values)
     return splits, names, left_out
 
 
@@ -92,27 +74,11 @@ def _files(folder):
     Its search for words such as test in the names of files would also find test_tube.parquet, and
     drop the others.
     """
-    files, others, _ = scan(folder, READERS)
-    tables = [file for file in files if os.path.basename(file) not in METADATA]
-    suffixes = {os.path.splitext(file)[1].lower() for file in tables}
-    has_images = image_folder.EXTENSIONS & {os.path.splitext(file)[1].lower() for file in others}
-    if len(suffixes) != 1 or has_images or describes_itself(folder):
+    files, _, _ = scan(folder, local.TABLES)
+    suffixes = {os.path.splitext(file)[1].lower() for file in files}
+    if len(suffixes) != 1 or describes_itself(folder):
         return None
-    return files_by_split(folder, tables)
-
-
-def _by_column(name, table):
-    """The rows of each split, as the column `split` says."""
-    rows = {}
-    for row, value in enumerate(table["split"]):
-        split = split_of(str(value))
-        if split is None:
-            raise UserError(
-                f"--dataset {name}: the split of row {row} is {value}: it must be train, val or "
-                "test"
-            )
-        rows.setdefault(split, []).append(row)
-    return {split: table.select(some) for split, some in rows.items()}
+    return files_by_split(folder, files)
 
 
 # ---------------------------------------------------------------------------------------- columns
@@ -133,14 +99,15 @@ def find_columns(name, features, image_column, label_column):
     binary = [column for column, kind in features.items() if _has_bytes(kind)]
     image_column = _choose(name, features, "image", image_column, typed or binary)
     kind = features[image_column]
-    if not (isinstance(kind, datasets.Image) or _has_bytes(kind) or _is_text(kind)):
+    if not (isinstance(kind, datasets.Image) or _has_bytes(kind)):
         raise UserError(f"the column {image_column} of --dataset {name} has no images, but {kind}")
     typed = [column for column, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     named = [column for column in LABEL_NAMES if column in features]
     label_column = _choose(name, features, "label", label_column, typed or named)
     kind = features[label_column]
-    is_value = isinstance(kind, datasets.Value) and kind.dtype.startswith(("int", "uint", "bool"))
-    if not (isinstance(kind, datasets.ClassLabel) or is_value or _is_text(kind)):
+    known = ("int", "uint", "bool", "string", "large_string")
+    is_value = isinstance(kind, datasets.Value) and kind.dtype.startswith(known)
+    if not (isinstance(kind, datasets.ClassLabel) or is_value):
         raise UserError(
             f"the column {label_column} of --dataset {name} has {kind}, and not one class for each "
             f"image, as text or an integer: convert it, or {GIVE} to take another one"
@@ -167,10 +134,6 @@ def _has_bytes(kind):
     if isinstance(kind, dict):
         return kind.keys() == {"bytes", "path"}
     return isinstance(kind, datasets.Value) and "binary" in kind.dtype
-
-
-def _is_text(kind):
-    return isinstance(kind, datasets.Value) and kind.dtype in ("string", "large_string")
 
 
 def _values(table, column):
@@ -210,63 +173,29 @@ def _in_one_form(value):
 # ----------------------------------------------------------------------------------------- images
 
 
-def _source(table, column, place, folder, anywhere):
-    """Where the images in a column of a `datasets.Dataset` are: `Files`, or `Rows` with bytes.
+def _source(table, column, place):
+    """Where the images in a column of a `datasets.Dataset` are: `Rows` with bytes, or `Files`.
 
-    Args:
-        place (str): names the table in messages.
-        folder (Path | None): relative paths start here, and none leads out of it. None: no file is
-            read, but those in the cache of the Hub. The rows of somebody else's table must not name
-            any file of this machine, whose image could end up in a published plot.
-        anywhere (bool): paths may lead anywhere.
+    Files are those in the caches of the Hub only. The rows of somebody else's table must not name
+    any file of this machine, whose image could end up in a published plot.
+
+    Args: place (str): names the table in messages.
     """
     rows = table.select_columns([column])
-    kind = rows.features[column]
-    if isinstance(kind, datasets.Image):
+    if isinstance(rows.features[column], datasets.Image):
         rows = rows.cast_column(column, datasets.Image(decode=False))
     # The version differs if a file of the data set was changed.
     in_rows = Rows(rows, place, version=f"{table._fingerprint} {column}")
-    if not _is_text(kind) and (in_rows.sizes >= 0).any():
+    if (in_rows.sizes >= 0).any():
         return in_rows
-    start = os.path.abspath(folder or ".")
-    allowed = ["/" if anywhere else datasets.config.HF_CACHE_HOME]
-    allowed += [datasets.config.HF_DATASETS_CACHE, constants.HF_HUB_CACHE]
-    allowed += [start] if folder else []
-    allowed += [os.path.realpath(path) for path in allowed]
-    allowed = tuple(os.path.join(os.path.abspath(path), "") for path in allowed)
-    files = []
+    config, files = datasets.config, []
+    caches = (config.HF_CACHE_HOME, config.HF_DATASETS_CACHE, constants.HF_HUB_CACHE)
+    forms = (os.path.abspath, os.path.realpath)
+    caches = tuple(os.path.join(form(path), "") for path in caches for form in forms)
     for row, value in enumerate(_values(rows, column)):
-        path = value["path"] if isinstance(value, dict) else value
-        if not path:
-            raise UserError(f"row {row} of {place} has no image: remove it")
-        # Also if Windows wrote it.
-        file = os.path.normpath(os.path.join(start, path.replace("\\", "/")))
-        if not file.startswith(allowed):
-            raise UserError(f"row {row} of {place}: {path} is not in the folder of the table")
+        file = os.path.abspath(value["path"] or "") if value else ""
+        if not file.startswith(caches):
+            raise UserError(f"row {row} of {place} has no image, only {value}: remove it")
         files.append(file)
     root = os.path.commonpath(list(map(os.path.dirname, files)))
     return Files(root, [file.removeprefix(root).lstrip("/") for file in files])
-
-
-def _once(name, split, images, seen, left_out):
-    """The images of a split without the rows that name a file again.
-
-    Adds the files to `seen`: path -> (split, label, row). Raises UserError if one has two labels or
-    is in two splits.
-    """
-    rows = []
-    for row, label in enumerate(images.labels.tolist()):
-        path = images.name(row)
-        other_split, other_label, first = seen.setdefault(path, (split, label, row))
-        if other_split != split:
-            raise UserError(
-                f"--dataset {name} names {path} in its {other_split} split and in its {split} "
-                "split: remove it from one of them"
-            )
-        if other_label != label:
-            raise UserError(f"--dataset {name} names {path} with two labels: remove one of them")
-        if first == row:
-            rows.append(row)
-        else:
-            left_out.add("rows that name a file again", path)
-    return images.select(np.array(rows, dtype=np.int64))

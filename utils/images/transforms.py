@@ -83,7 +83,7 @@ class TrainTransform:
         self._erase = v2.RandomErasing(random_erasing, value=color) if random_erasing else None
 
     def __call__(self, image, epoch, index):
-        """Transforms an image (Encoded | Scaled) to uint8 [3, size, size].
+        """Transforms an image (Encoded) to uint8 [3, size, size].
 
         Seeds torch's generator: all random numbers are a deterministic function of the seed,
         `epoch` and `index`. Raises BadImage if the data is damaged.

@@ -51,17 +51,6 @@ def find_documents(name, settings, *, streaming=False):
         raise UserError(line) from None
 
 
-def asked(table):
-    """How a model of the documents of a table is asked, as `KINDS`: as a prompt that is a
-    conversation, by `messages`.
-    """
-    if table.kind != "prompt":
-        return table.kind
-    prompts = (row.get("prompt") for row in table.splits["train"] if row)
-    first = next((prompt for prompt in prompts if prompt is not None), "")
-    return "prompt" if isinstance(first, str) else "messages"
-
-
 # ------------------------------------------------------------------------------------ plain text
 
 

@@ -15,24 +15,41 @@ from utils.language.conversations import ANSWERS, pad_id_of
 
 IGNORED = -100  # a target that the loss leaves out
 PROMPT_TOKENS = 32  # of a text
-COUNTED = 10_000  # documents whose targets are counted at once
 # Of a document, or of a segment of a text, all int64: the row that it is from; its tokens; of a
-# conversation, those before the last answer (-1: none); of a text, the UTF-8 bytes that its targets
-# predict; a checksum; and whether a document begins with it.
-SEGMENT = np.dtype([(name, np.int64) for name in "row length answer bytes digest begins".split()])
+# conversation, the targets after the first token, and the tokens before the last answer (-1: none);
+# of a text, the UTF-8 bytes that its targets predict; a checksum; and whether a document begins
+# with it.
+NAMES = "row length targets answer bytes digest begins".split()
+SEGMENT = np.dtype([(name, np.int64) for name in NAMES])
 DOCUMENT = np.dtype([*SEGMENT.descr, ("start", np.int64)])  # the place of its first token
 
 
 class Pieces(NamedTuple):
-    """Runs of positions: first token, number of positions, block: int64 [pieces], by block."""
+    """Runs of positions, by block: first token, number of positions and of targets, and block.
+
+    Each is int64 [pieces].
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
+    targets: np.ndarray
     blocks: np.ndarray
 
 
+class Parts:
+    """Arrays that follow each other, of which a slice lies within one."""
+
+    def __init__(self, arrays):
+        self._arrays, self._ends = arrays, np.cumsum([len(array) for array in arrays])
+
+    def __getitem__(self, run):
+        number = np.searchsorted(self._ends, run.start, side="right")
+        begin = self._ends[number] - len(self._arrays[number])
+        return self._arrays[number][run.start - begin : run.stop - begin]
+
+
 class Stream(NamedTuple):
-    """The tokens of documents, one after the other.
+    """The tokens of documents, one after the other: arrays, or `Parts` with whole documents.
 
     tokens: int32 [tokens].
     is_target: uint8 [tokens]; None: every token is a target.
@@ -40,20 +57,6 @@ class Stream(NamedTuple):
 
     tokens: np.ndarray
     is_target: np.ndarray | None = None
-
-    def count_targets(self, starts, lengths):
-        """The number of targets among `lengths` tokens from each of `starts`, int64."""
-        if self.is_target is None:
-            return lengths.copy()
-        counts, order = np.zeros(len(starts), np.int64), np.argsort(starts)
-        # Some at a time, because sums take eight times as much memory.
-        for first in range(0, len(order), COUNTED):
-            chosen = order[first : first + COUNTED]
-            begin, ends = starts[chosen[0]], starts[chosen] + lengths[chosen]
-            sums = np.cumsum(self.is_target[begin : ends.max()], dtype=np.int64)
-            sums = np.concatenate([[0], sums])
-            counts[chosen] = sums[ends - begin] - sums[starts[chosen] - begin]
-        return counts
 
 
 class Blocks(torch.utils.data.Dataset):
@@ -78,8 +81,7 @@ class Blocks(torch.utils.data.Dataset):
         self.bytes, self._answers = bytes, answers
         count = int(pieces.blocks[-1]) + 1 if len(pieces.blocks) else 0
         self._firsts = np.searchsorted(pieces.blocks, np.arange(count + 1))
-        targets = stream.count_targets(pieces.starts + 1, pieces.lengths)
-        self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(targets.sum())
+        self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(pieces.targets.sum())
 
     def __len__(self):
         return len(self._firsts) - 1
@@ -111,8 +113,8 @@ class Blocks(torch.utils.data.Dataset):
     def select(self, indices):
         """The `Blocks` at `indices` (int64, ascending), with an estimate of their bytes."""
         kept = np.isin(self.pieces.blocks, indices)
-        starts, lengths, blocks = (column[kept] for column in self.pieces)
-        pieces = Pieces(starts, lengths, np.searchsorted(indices, blocks))
+        *columns, blocks = (column[kept] for column in self.pieces)
+        pieces = Pieces(*columns, np.searchsorted(indices, blocks))
         some = Blocks(self.stream, pieces, self.block_size, self.pad_id, answers=self._answers)
         some.bytes = self.bytes and self.bytes * some.target_tokens / self.target_tokens
         return some
@@ -189,7 +191,7 @@ def join_segments(segments):
     for name in ("row", "answer", "begins"):
         documents[name] = segments[name][first]
     documents["start"] = (np.cumsum(segments["length"]) - segments["length"])[first]
-    for name in ("length", "bytes", "digest"):
+    for name in ("length", "targets", "bytes", "digest"):
         documents[name] = np.add.reduceat(segments[name], first)
     return documents
 
@@ -218,7 +220,7 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
         blocks = np.arange(len(cuts))
     owners = np.searchsorted(begins, cuts, side="right") - 1
     lengths = np.diff(np.append(cuts, total))
-    pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, blocks)
+    pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, lengths, blocks)
     return Blocks(stream, pieces, block_size, pad_id, int(documents["bytes"][kept].sum())), {}
 
 
@@ -233,15 +235,19 @@ def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
         tuple: Blocks; and dict[str, int], how many were `truncated`, and left out because they had
         `no targets` left.
     """
-    long = documents["length"] - 1 > block_size
+    long, targets = documents["length"] - 1 > block_size, documents["targets"].copy()
     positions = np.minimum(documents["length"] - 1, block_size)
-    kept = stream.count_targets(documents["start"] + 1, positions) > 0
+    for place in np.flatnonzero(long):
+        start = int(documents["start"][place]) + 1
+        targets[place] = stream.is_target[start : start + block_size].sum()
+    kept = targets > 0
     counts = {"truncated": int((long & kept).sum()), "no targets": int((~kept).sum())}
     chosen = np.flatnonzero(kept)
-    lengths = positions[chosen]
-    blocks = best_fit(lengths, block_size) if packed else np.arange(len(lengths))
-    order = np.argsort(blocks, kind="stable")
-    pieces = Pieces(documents["start"][chosen[order]], lengths[order], blocks[order])
+    blocks = best_fit(positions[chosen], block_size) if packed else np.arange(len(chosen))
+    by_block = np.argsort(blocks, kind="stable")
+    order = chosen[by_block]
+    starts = documents["start"][order]
+    pieces = Pieces(starts, positions[order], targets[order], blocks[by_block])
     answers = _first_answers(documents, kept & ~long)
     blocks = Blocks(stream, pieces, block_size, pad_id, answers=answers)
     return blocks, counts

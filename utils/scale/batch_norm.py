@@ -1,6 +1,6 @@
 """Batch norm over several processes."""
 
-import torch
+from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -8,23 +8,14 @@ from utils.run.failures import UserError
 from utils.run.output import notice
 
 
-def synchronize(accelerator, model, micro_batch_size, wanted):
-    """Makes batch norm compute its statistics over all processes, if `wanted`.
+def check(accelerator, model, micro_batch_size):
+    """Says if the `micro_batch_size` samples of which each process has statistics are few.
 
-    Call it after the optimizer was built. `torch.nn.SyncBatchNorm` needs GPUs. Otherwise each
-    process uses the statistics of its own `micro_batch_size` samples.
-
-    Returns:
-        nn.Module: the model, with the same parameters.
-
-    Raises:
-        UserError: that is a single sample, which has no statistics.
+    Raises UserError if that is a single sample, which has none.
     """
-    if not any(norm.training for norm in _batch_norms(model)):
-        return model
-    several = accelerator.num_processes > 1
-    if wanted and several and accelerator.device.type == "cuda":
-        return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    norms = [norm for norm in _batch_norms(model) if not isinstance(norm, SyncBatchNorm)]
+    if not any(norm.training for norm in norms):
+        return
     if micro_batch_size == 1:
         raise UserError(
             "batch norm needs more than the one sample that each process computes at a time: use a "
@@ -33,13 +24,12 @@ def synchronize(accelerator, model, micro_batch_size, wanted):
         )
     # Fewer on all processes together are small by intention.
     few = micro_batch_size < 32 <= micro_batch_size * accelerator.num_processes
-    if accelerator.is_main_process and (few or (wanted and several)):
+    if few and accelerator.is_main_process:
         notice(
             f"batch norm uses the statistics of the {micro_batch_size} samples that a process "
-            "computes at a time: accuracy suffers from fewer than 32; use a larger --batch_size, "
-            "--sync_batchnorm on several GPUs, or a model without batch norm"
+            "computes at a time: accuracy suffers from fewer than 32; use a larger --batch_size, a "
+            "model without batch norm, or on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm"
         )
-    return model
 
 
 def broadcast_less(model):

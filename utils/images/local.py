@@ -1,4 +1,6 @@
-"""Images in arrays: of one .npz file, or patterns for runs without a data set.
+"""Images on this machine: in a folder, in an .npz file, or patterns for runs without a data set.
+
+A folder has one sub-folder per class. The arrays of a file are:
 
     train_images, train_labels   uint8 [images, height, width, 3], or gray [images, height, width];
                                  integers [images]
@@ -11,16 +13,26 @@ Nothing in such a file is executed: NumPy would have to be asked to load pickles
 """
 
 import math
+import unicodedata
 
 import numpy as np
 import torch
 
-from utils.data.scan import stamp
-from utils.data.tables import SPLITS
-from utils.images.decoding import Images, Rows
+from utils.data.scan import scan, stamp
+from utils.data.tables import SPLITS, one_each, refuse_almost_splits, split_of
+from utils.images.decoding import Files, Images, Pixels
+from utils.run.arguments import shown
 from utils.run.failures import UserError
 from utils.run.files import regular_file
 
+EXTENSIONS = {
+    *".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .bmp .dib .gif .tif .tiff .tga".split(),
+    *".ppm .pgm .pbm .pnm .jp2 .j2k".split(),
+}
+TABLES = (".parquet", ".arrow")  # files with rows that can hold images
+ARCHIVES = (".tar", ".zip")  # in which a data set in the Hub's layout may keep them
+# Lists of images and their classes, which the `datasets` library reads, and this module does not.
+LISTS = {"metadata.csv", "metadata.jsonl", "metadata.parquet"}
 SHOWN = 10  # names of arrays in a message
 # The names of synthetic data sets -> how many images their splits have.
 COUNTS = {
@@ -46,29 +58,115 @@ CLASSES = {
 }
 
 
-class Pixels(Rows):
-    """Images in an array, `images`: uint8 [images, height, width, 3]."""
-
-    def __init__(self, images, place, version):
-        super().__init__(images, place, version)
-        self.images = images
-
-    def read(self, row, most=None):
-        """An image as a PPM file, which has its values as they are; or the first `most` bytes."""
-        _, height, width, _ = self.images.shape
-        data = b"P6 %d %d 255\n" % (width, height) + self.images[int(row)].tobytes()
-        return data[:most]
-
-    @property
-    def sizes(self):
-        """The size of each image in bytes, int64."""
-        return np.full(len(self), self.images[0].nbytes)
+# ------------------------------------------------------------------------------------------ folders
 
 
-# ------------------------------------------------------------------------------------------- files
+def find_in_folder(root, layouts):
+    """Finds the splits and classes of a folder (Path). Decodes nothing.
+
+    Folders at the top are splits if one of them is called like a split (see `data.tables`), else
+    classes. Error messages end with `layouts` (str), what is accepted.
+
+    Returns:
+        tuple | None: the splits (dict of `Images`; without split folders all is `train`), the names
+        of all classes, and what was left out. None: the folder has tables instead, as a data set of
+        the Hub has.
+
+    Raises:
+        UserError: there is no class folder, it cannot be decided which folders are splits, or a
+            list may say something else.
+    """
+    files, others, left_out = scan(root, EXTENSIONS)
+    if files and (lists := LISTS.intersection(others)):
+        raise UserError(
+            f"--dataset {root}: its {min(lists)} is not read: make a folder for each class, as "
+            "scripts/README.md shows, and remove it"
+        )
+    loose, folders = _divide(files, 0)
+    by_split = _find_splits(root, folders)
+    found = {} if by_split or not folders else {"train": folders}
+    for split, folder in by_split.items():
+        direct, classes = _divide(folders[folder], 1)
+        if classes:
+            found[split] = classes
+        elif split != "test":
+            raise UserError(
+                f"--dataset {root}: its {split} split has no class folder with images; {layouts}"
+            )
+        if direct:
+            where = "in no class folder" if classes else "of a test split without classes"
+            left_out.add(f"images {where}", direct[0], len(direct))
+    if not found and any(file.lower().endswith(TABLES + ARCHIVES) for file in others):
+        return None
+    if loose:
+        left_out.add("images in no class folder", loose[0], len(loose))
+    if not found:
+        seen = "; ".join(left_out.lines())
+        raise UserError(f"--dataset {root} has no class folder with images ({seen}); {layouts}")
+    names = sorted(set().union(*found.values()))
+    return {split: _labeled(root, some, names) for split, some in found.items()}, names, left_out
 
 
-def find(name, path, class_names=None):
+def _divide(files, depth):
+    """The files that are directly in a folder, and those below it by sub-folder, as a dict.
+
+    Args: depth (int): number of folders above.
+    """
+    direct, folders = [], {}
+    for file in files:
+        # In one form of Unicode: macOS writes accents as letters of their own.
+        parts = unicodedata.normalize("NFC", file).split("/")
+        if len(parts) == depth + 1:
+            direct.append(file)
+        else:
+            folders.setdefault(parts[depth], []).append(file)
+    return direct, folders
+
+
+def _find_splits(root, folders):
+    """The folder of each split: split -> folder; {}: the folders are classes.
+
+    Raises UserError if both kinds are there, or splits have other names or are in a class.
+    """
+    refuse_almost_splits(root, {folder: split_of(folder) for folder in folders})
+    by_split, others = one_each(root, folders)
+    if by_split and others:
+        folder = next(iter(by_split.values()))
+        raise UserError(
+            f"--dataset {root}: by its name {folder} is a split, but beside it are images in "
+            f"{shown(others[0])}: rename that if it is a split (train, val or test), move all "
+            "classes into a folder train, or remove what is neither"
+        )
+    inside = {folder: [*_divide(files, 1)[1]] for folder, files in folders.items()}
+    for folder, names in () if by_split else inside.items():
+        split = next(filter(split_of, names), None)
+        if split:  # as in cat/train and cat/test: all would be images of one split
+            raise UserError(
+                f"--dataset {root} has a split in a class, {folder}/{split}: give --dataset "
+                f"{root / folder}, or put the classes into the splits, as {split}/{folder}"
+            )
+    names = inside[others[0]] if len(others) > 1 else []
+    if len(names) > 1 and all(some == names for some in inside.values()):
+        raise UserError(
+            f"--dataset {root}: {', '.join(map(shown, folders))} have the same sub-folders, so "
+            f"they are no classes: rename {shown(others[0])}, since a split is called train, val "
+            "or test"
+        )
+    return by_split
+
+
+def _labeled(root, classes, names):
+    """The images of one split, sorted by class."""
+    files = [file for name in names for file in classes.get(name, ())]
+    counts = [len(classes.get(name, ())) for name in names]
+    labels = np.repeat(np.arange(len(names), dtype=np.int64), counts)
+    return Images(Files(root, files), np.arange(len(files)), labels)
+
+
+# ------------------------------------------------------------------------------------------- arrays
+
+
+def find_arrays(name, path, class_names=None):
     """Reads the splits of a file (Path).
 
     Args:
@@ -134,7 +232,7 @@ def _check(name, split, arrays):
     return images, labels.astype(np.int64)
 
 
-# --------------------------------------------------------------------------------------- synthetic
+# ---------------------------------------------------------------------------------------- synthetic
 
 
 def _square(a, b):

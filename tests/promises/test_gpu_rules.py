@@ -51,8 +51,8 @@ def test_two_processes_send_only_what_nccl_takes_and_no_step_waits(script, tmp_p
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""
     if script == "train_lm":
         pytest.importorskip("peft")
-    words = [f"gpu_rules@0:{tmp_path}/seen.json", f"scripts/{script}.py", *SCRIPTS[script].split()]
-    run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path / "run")
+    options = dict(output_dir=tmp_path / "run", faults=f"gpu_rules@0:{tmp_path}/seen.json")
+    run("2cpu", f"scripts/{script}.py", SCRIPTS[script], **options)
     collectives, operations, strict, waits = json.loads((tmp_path / "seen.json").read_text())
     # So the rules were in force: gradients, log lines, evaluations.
     assert collectives >= 5

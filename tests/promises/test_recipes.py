@@ -34,9 +34,10 @@ USUAL = (
     "compression contrastive diffusion detection ema gan model_output optimizer preference "
     "segmentation text_classification tracker"
 )
+WITH_IMAGES = ("layer_decay", "mixup", "rare_classes", "unfreezing")
 ARGUMENTS = {
     **dict.fromkeys(USUAL.split(), MINIMAL),
-    **dict.fromkeys(("layer_decay", "rare_classes", "unfreezing"), f"--dataset synthetic {IMAGES}"),
+    **dict.fromkeys(WITH_IMAGES, f"--dataset synthetic {IMAGES}"),
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
     "freezing": LM,
@@ -69,7 +70,7 @@ EXPORTED = {
 }
 # What is killed by a slow test; for the others it is enough that they train.
 KILLED = ("several_labels", "qlora", *GALLERY)
-LONG = ("rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
+LONG = ("mixup", "rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,7 @@ REFUSED = [
     (CIFAR, f"{NET} --track tensorboard,mlflow", "--track mlflow: its package is not installed"),
     (CIFAR, f"{NET} --init_from {{folder}}", "holds neither model.safetensors nor a checkpoint"),
     (CIFAR, f"{NET} --init_from /nowhere --resume /nowhere/step_1", "give only one of them"),
-    (IMAGES, f"{SYNTHETIC} --preset torchvision --model vit_b_16", "train_size 176: not a size"),
-    (IMAGES, f"{SYNTHETIC} --preset torchvision --batch_size 3", "cannot be paired"),
+    (IMAGES, f"{SYNTHETIC} --preset small --model vit_b_16", "--image_size 64: not a size"),
     (
         IMAGES,
         f"{SYNTHETIC} --model resnet18 --image_size 32 --batch_size 4 "

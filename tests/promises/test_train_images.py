@@ -19,7 +19,7 @@ CLASSES = ["cat", "dog", "yak"]
 RECIPE = (
     "--model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 --gradient_accumulation_steps 2 "
     "--lr 0.02 --max_train_steps 8 --log_every 1 --eval_every 4 --checkpoint_every 3 "
-    "--preset torchvision --track none --eval_samples 10"  # mixes and erases
+    "--optimizer sgd --auto_augment trivial --track none --eval_samples 10"
 )
 TINY = "--model squeezenet1_1 --image_size 32 --batch_size 6"
 

@@ -4,7 +4,7 @@ import hashlib
 
 import torch
 
-from utils.images.augment import augment
+from utils.images.augment import augment, to_device
 from utils.run.draws import random_uint32
 
 
@@ -31,3 +31,4 @@ def test_what_the_augmentation_makes_of_an_image_stays_the_same():
     images, ids = pictures(), torch.arange(6)
     assert digest(augment(images, ids, 3, 1, padding=1)) == "c2fb280d54e96f7c"
     assert digest(augment(images, ids, 4, 1)) == "093877ae76d86b57"
+    assert to_device(ids, torch.device("meta")).is_meta

@@ -128,26 +128,6 @@ def test_evaluate_finds_the_same_accuracy_on_two_processes(reference_run, tmp_pa
     assert right / len(scored) == pytest.approx(done["val_accuracy"])
 
 
-@pytest.mark.slow
-def test_a_run_continues_where_its_first_weights_are_moved_or_gone(
-    reference_run, photo_folder, tmp_path
-):
-    tiny = f"--dataset {photo_folder} {RECIPE} --eval_every 9 --num_workers 0"
-
-    def train(place, steps):
-        words = f"{tiny} --weights {place / 'source'} --max_train_steps {steps}"
-        run(None, IMAGES, words, output_dir=place / "run")
-
-    (tmp_path / "old" / "source").mkdir(parents=True)
-    shutil.copy(reference_run.folder / "model.safetensors", tmp_path / "old" / "source")
-    train(tmp_path / "old", 1)
-    (tmp_path / "old").rename(tmp_path / "new")
-    train(tmp_path / "new", 2)
-    shutil.rmtree(tmp_path / "new" / "source")
-    train(tmp_path / "new", 3)
-    assert results(tmp_path / "new" / "run")["resumed_from"] == 2
-
-
 def test_a_skipped_step_in_fp16_does_not_move_the_schedule(photo_folder, tmp_path):
     words = ["fp16@2:", IMAGES, "--dataset", str(photo_folder), *TINY.split()]
     words += "--max_train_steps 3 --checkpoint_every 3 --num_workers 0".split()

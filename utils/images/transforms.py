@@ -46,7 +46,7 @@ class EvalTransform:
         wanted = 2 * self._resize
         pixels = image.pixels(reduction_for(image.width, image.height, wanted, wanted))
         if min(pixels.shape[1:]) != self._resize:
-            pixels = F.resize(pixels, [self._resize], self._interpolation, antialias=True)
+            pixels = F.resize(pixels, [self._resize], self._interpolation)
         return F.center_crop(pixels, [self.size, self.size])
 
 
@@ -82,7 +82,7 @@ class TrainTransform:
         part = self._crop.make_params([whole])
         reduction = reduction_for(part["width"], part["height"], self.size, self.size)
         pixels = _cut_out(image.pixels(reduction), part, image)
-        pixels = F.resize(pixels, [self.size, self.size], self._interpolation, antialias=True)
+        pixels = F.resize(pixels, [self.size, self.size], self._interpolation)
         if torch.rand(()) < self._flip:
             pixels = F.horizontal_flip(pixels)
         if self._augment is not None:

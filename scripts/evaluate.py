@@ -24,6 +24,7 @@ If you copy this script, also copy the script of the run, which defines its mode
 train_images.py).
 """
 
+import contextlib
 import csv
 import importlib
 import io
@@ -45,11 +46,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import flags, weight_files
+from utils import checkpoint_weights, flags, weight_files
+from utils.data.evaluation import Progress
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.arrays import in_memory, load_arrays
 from utils.images.augment import normalize
@@ -57,9 +58,9 @@ from utils.images.decoding import Files, Images
 from utils.images.local import EXTENSIONS
 from utils.images.sources import described, find_images, find_splits
 from utils.images.transforms import EvalTransform, ImageBatches
-from utils.language.text import load_to_evaluate
+from utils.language.rows import checksum
+from utils.language.text import Text, read_splits
 from utils.report.model_card import AT_THE_TOP
-from utils.report.output import writing_to
 from utils.run import devices, entry, launch
 from utils.run.arguments import Parser
 from utils.run.collectives import run_on_all, run_on_main
@@ -83,7 +84,7 @@ def main():
 
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
-    saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
+    saved = run_on_main(accelerator, lambda: checkpoint_weights.read(args.run))
     known = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
@@ -362,7 +363,7 @@ def evaluate_gpt(accelerator, args, saved):
     refuse_options_of_classifiers(args)
     model = train_gpt.load_model(saved)
     windows, shown = load_text(accelerator, args, saved)
-    loader = train_gpt.build_eval_loader(accelerator, windows)
+    loader = train_gpt.build_eval_loader(accelerator, windows, windows.block_size)
     model = accelerator.prepare(model)
     results = train_gpt.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per byte, {results['bits_per_byte']:.4f} bits per byte"
@@ -397,9 +398,23 @@ def load_text(accelerator, args, saved):
         warn_if_changed(accelerator, name, saved.data.get("data"), description)
         return held_out, "val"
     column = saved.arguments.get("text_column", "text")
-    shown, data = local_main_first(accelerator, lambda: load_to_evaluate(name, column))
+    shown, data = local_main_first(accelerator, lambda: load_whole_text(name, column))
     agree(accelerator, name, data)
     return train_gpt.Windows(data.held_out, saved.config["block_size"]), shown
+
+
+def load_whole_text(name, column):
+    """Loads the split `test` of a text, or else `val`, or else `all` of it.
+
+    Returns:
+        tuple[str, Text]: the name of the split; its text is held out.
+    """
+    texts, details = read_splits(name, column, use=(("test", "val", "train"),))
+    [(split, text)] = texts.items()
+    if len(text) < 2:
+        raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
+    description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
+    return "all" if split == "train" else split, Text(text[:0], text, description, details)
 
 
 # ------------------------------------------------------------------------------------- train_lm.py
@@ -415,15 +430,14 @@ def evaluate_lm(accelerator, args, run):
     if not record:
         raise UserError(f"{run} has no args.json, as a run of train_lm.py does")
     trained = SimpleNamespace(**record["arguments"])
-    trained.dataset = shlex.split(trained.dataset)
     model, tokenizer = run_on_all(accelerator, lambda: train_lm.load_trained(run, trained))
     packed = train_lm.causal_lm.can_pack(model.config)
     described = record["data"]["data"]
     blocks, shown = load_blocks(accelerator, args, tokenizer, packed, trained, described)
-    loaders = train_lm.build_eval_loaders(accelerator, blocks, trained)
+    loader = train_lm.build_eval_loader(accelerator, blocks, trained)
     model = accelerator.prepare(model)
     train_lm.lm_loss.check(accelerator, model, packed)
-    results = train_lm.evaluate(accelerator, model, loaders, Progress(accelerator))
+    results = train_lm.evaluate(accelerator, model, loader, Progress(accelerator))
     said = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
     if "bits_per_byte" in results:
         said += f", {results['bits_per_byte']:.4f} bits per byte"
@@ -441,29 +455,29 @@ def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
         recorded (str): the description of its data.
 
     Returns:
-        tuple: the `Blocks` of each source (dict); `val` or `test`, what the run evaluated. Of
-        another data set its split `test`, or else `val`, or else `all` of it.
+        tuple: `Blocks`; `val` or `test`, what the run evaluated. Of another data set its split
+        `test`, or else `val`, or else `all` of it.
     """
     train_lm = beside("train_lm")
 
-    dataset = shlex.join(trained.dataset)
-    name = args.dataset or dataset
-    if is_same(name, dataset):
+    name = args.dataset or trained.dataset
+    if is_same(name, trained.dataset):
         data = train_lm.load_data(accelerator, tokenizer, packed, trained)
         warn_if_changed(accelerator, name, recorded, data.description)
-        return data.eval_sets, data.held_out
+        return data.splits[data.held_out], data.held_out
+    trained.dataset = name
     try:
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     except UserError:  # it may have too few documents to hold some out
         data = None
     if data is None or data.description != recorded:  # else it was moved
         trained.subset, trained.streaming, trained.val_fraction = None, False, 0
-        data = train_lm.load_source(accelerator, tokenizer, name, packed, trained)
+        data = train_lm.load_source(accelerator, tokenizer, packed, trained)
     agree(accelerator, name, data)
     shown = next(split for split in ("test", "val", "train") if split in data.splits)
     if data.description == recorded and "val" in data.splits:
         shown = "val"
-    return {name: data.splits[shown]}, "all" if shown == "train" else shown
+    return data.splits[shown], "all" if shown == "train" else shown
 
 
 # ------------------------------------------------------------------------------------ both of text
@@ -546,6 +560,18 @@ def load_data(accelerator, args, saved, load):
     return data
 
 
+@contextlib.contextmanager
+def writing_to(folder):
+    """Makes the folder of the output, and yields its path; an OSError in the block is one line."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {folder}: {reason}; give another --output_dir") from None
+
+
 def find_to_evaluate(name, class_names, columns=None):
     """Finds labeled images that a model with these classes has not seen; some may have no image.
 
@@ -578,8 +604,6 @@ def load_state(model, saved, description):
         model.load_state_dict(weight_files.fitted(saved.state, model))
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        if prefix := weight_files.shared_prefix(saved.state):
-            reason += f" (all its names begin with `{prefix}`)"
         raise UserError(f"{saved.file} does not hold a {description}: {reason}") from None
 
 

@@ -39,38 +39,38 @@ from utils.compilation import compile_model
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images import classifier_plots
 from utils.images.arrays import load_arrays, on_device
-from utils.images.augment import augment, normalize
+from utils.images.augment import augment, cut_out, normalize
 from utils.muon import MuonSGD
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, frozen
-from utils.run.domains import number
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import batch_norm, elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
 
 # The defaults of each model; flags override those that have one. 480 is divisible by the usual
 # numbers of GPUs: 1 to 6, 8, 10, 12, 16, 20, 24. `warmup`: fraction of the steps in which the
-# learning rate rises. `padding`: largest random shift, in pixels.
+# learning rate rises. `padding`: largest random shift, and `cutout`: side of the painted square, in
+# pixels.
 RECIPES = {
     "fastnet": dict(
         epochs=14, batch_size=480, lr=0.12, momentum=0.85, weight_decay=0.012, warmup=0.0,
-        label_smoothing=0.2, padding=2,
+        label_smoothing=0.2, padding=2, cutout=0,
     ),
     "resnet18": dict(
         epochs=30, batch_size=480, lr=0.4, momentum=0.85, weight_decay=5e-4, warmup=0.2,
-        label_smoothing=0.1, padding=4,
+        label_smoothing=0.1, padding=4, cutout=8,
     ),
     "net": dict(
         epochs=20, batch_size=96, lr=0.04, momentum=0.85, weight_decay=5e-4, warmup=0.2,
-        label_smoothing=0.0, padding=2,
+        label_smoothing=0.0, padding=2, cutout=0,
     ),
 }  # fmt: skip
 
@@ -248,6 +248,8 @@ def compute_loss(model, batch, mean, std, epoch, size, args):  # EDIT: loss
     images = batch["images"]
     if not args.overfit_batch:
         images = augment(images, batch["ids"], epoch, args.seed, padding=args.padding)
+        if args.cutout:
+            images = cut_out(images, batch["ids"], epoch, args.seed, args.cutout, mean)
     outputs = model(normalize(images, mean, std, size))
     return F.cross_entropy(outputs, batch["labels"], label_smoothing=args.label_smoothing)
 
@@ -359,11 +361,11 @@ def main():
     # Validation data is held out of training and chooses a checkpoint. The test split never does.
     held_out = "val" if "val" in data.splits else "test"
     plan = Plan.from_args(args, len(data.splits["train"]))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, flags.MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
 
     set_seed(args.seed)
     images = data.splits["train"].images
@@ -439,12 +441,11 @@ def main():
     final = final_results(accelerator, model, loaders, guard.watch, mean, std)
     results, shown, samples = final
     if accelerator.is_main_process:
-        weights.export(run.path, accelerator.unwrap_model(model), config)
+        files.write_weights(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **results)
     if accelerator.is_main_process:
         images = write_outputs(run, data.splits[shown], samples, config)
         trackers.log_images(images, step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path))
     accelerator.end_training()
 

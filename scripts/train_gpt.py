@@ -1,7 +1,7 @@
 """A byte-level GPT: the language template.
 
-Shows a transformer small enough to read, two update rules in one optimizer, text in memory or
-streamed, and a model sharded over GPUs (FSDP2), all with the loop of train_cifar.py. Tokens are
+Shows a transformer small enough to read, two update rules in one optimizer, text mapped into
+memory, and a model sharded over GPUs (FSDP2), all with the loop of train_cifar.py. Tokens are
 bytes, so there is no tokenizer, and losses are comparable across models.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_gpt.py \\
@@ -9,8 +9,8 @@ bytes, so there is no tokenizer, and losses are comparable across models.
         --max_train_steps 2000
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py \\
-        --dataset HuggingFaceFW/fineweb-edu --streaming --max_train_steps 5000 --n_layer 24 \\
-        --n_head 16 --n_embd 2048 --block_size 2048 --activation_checkpointing
+        --dataset books/ --max_train_steps 5000 --n_layer 24 --n_head 16 --n_embd 2048 \\
+        --block_size 2048 --activation_checkpointing
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:"
 
 Measured on 2026-11-27 with the first command (and --eval_every 2000) on tinyshakespeare, 2 busy
@@ -40,30 +40,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 
-from utils import evaluation, flags, schedule, weight_files
+from utils import flags, schedule, weight_files
 from utils.compilation import compile_model, make_attention_deterministic
-from utils.data import subset
-from utils.data.loaders import explain, loader_options
-from utils.data.permutation import EpochSampler
+from utils.data import evaluation
+from utils.data.loaders import EpochSampler, explain, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
-from utils.language.lanes import LaneStream, Share, gather_position
-from utils.language.text import Windows, load_held_out, load_text, stream_windows
+from utils.language.text import Windows, load_text
 from utils.muon import MuonAdamW
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import Parser, frozen
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -90,55 +85,30 @@ def cast(x):
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def token_shift(x, weights, known):
+def token_shift(x, weights):
     """Adds the channels of earlier positions, each with a weight of its own (arXiv:2305.13048).
 
     Args:
         x: [batch, time, width].
         weights (list): tensors [width]: the first is for the previous position, and so on.
-        known: [batch, time, width]: `x` behind as many positions as there are weights, or fewer at
-            the start.
     """
     length, count = x.size(1), len(weights)
-    missing = length + count - known.size(1)
-    padded = F.pad(known, (0, 0, missing, 0)) if missing else known
+    padded = F.pad(x, (0, 0, count, 0))
     for back, weight in enumerate(weights, 1):
         x = x + weight.to(x.dtype) * padded[:, count - back : count - back + length]
     return x
 
 
-def rotations(first, length, size, device):
+def rotations(length, size, device):
     """Rotary position embedding (J. Su, arXiv:2104.09864).
 
-    Args: first: the position of the first of `length` bytes.
-
     Returns:
-        tuple: cos and sin of the angles, float32 [time, 1, 1, size] each.
+        tuple: cos and sin of the angles, float32 [length, 1, 1, size] each.
     """
     frequency = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
-    angle = torch.outer(torch.arange(first, first + length, device=device), frequency)
+    angle = torch.outer(torch.arange(length, device=device), frequency)
     cos, sin = angle.cos()[:, None, None], angle.sin()[:, None, None]
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-class Cache:
-    """What a GPT has computed for the bytes before those that it is given next.
-
-    It is no list or dict, because DDP and FSDP pass copies of these to the model.
-    """
-
-    def __init__(self):
-        self.length, self._kept = 0, {}
-
-    def join(self, name, new, most=0):
-        """Appends `new`, [batch, time, ...], to what is kept under `name`.
-
-        Returns all of it, and keeps the last `most` positions for the next time (0: all).
-        """
-        if name in self._kept:
-            new = torch.cat([self._kept[name], new], 1)
-        self._kept[name] = new[:, -most:]
-        return new
 
 
 class Block(nn.Module):
@@ -160,21 +130,16 @@ class Block(nn.Module):
         # Two for the attention, two for the MLP.
         self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(4))
 
-    def forward(self, x, first, skip, cos, sin, cache=None):
+    def forward(self, x, first, skip, cos, sin):
         dropout = self.dropout * self.training
         x = x + skip * first
-        y = self.attention(self.shifted(norm(cast(x)), 0, cache), cos, sin, dropout, cache)
+        y = self.attention(token_shift(norm(cast(x)), self.shifts[:2]), cos, sin, dropout)
         x = x + F.dropout(self.out_proj(y), dropout)
-        y = F.relu(self.up(self.shifted(norm(cast(x)), 2, cache)))
+        y = F.relu(self.up(token_shift(norm(cast(x)), self.shifts[2:])))
         # Not `y.square()`, which autocast computes in float32 on GPUs.
         return x + F.dropout(self.down(y * y), dropout)
 
-    def shifted(self, x, first, cache):
-        weights = self.shifts[first : first + 2]
-        known = x if cache is None else cache.join((self, first), x, most=len(weights))
-        return token_shift(x, weights, known)
-
-    def attention(self, x, cos, sin, dropout, cache):
+    def attention(self, x, cos, sin, dropout):
         batch, length, width = x.shape
         # Normalized queries and keys keep the attention logits bounded at any learning rate
         # (arXiv:2302.05442); 1.5 allows sharper attention. Both are rotated by an angle that grows
@@ -186,12 +151,8 @@ class Block(nn.Module):
         value = self.value(x).view(batch, length, self.heads, -1)
         # On CPUs the backward pass of attention is slow in bf16.
         query, key = both.to(torch.float32 if x.is_cpu else value.dtype).unbind(2)
-        value = value.to(key.dtype)
-        if cache is not None:
-            key, value = cache.join((self, "key"), key), cache.join((self, "value"), value)
-        heads_first = (part.transpose(1, 2) for part in (query, key, value))
-        # A single byte attends to all that are known.
-        options = dict(is_causal=length > 1, scale=1.5 * key.size(-1) ** -0.5, dropout_p=dropout)
+        heads_first = (part.transpose(1, 2) for part in (query, key, value.to(key.dtype)))
+        options = dict(is_causal=True, scale=1.5 * key.size(-1) ** -0.5, dropout_p=dropout)
         with torch.autocast("cpu", enabled=False):
             y = F.scaled_dot_product_attention(*heads_first, **options)
         return y.to(both.dtype).transpose(1, 2).reshape(batch, length, width)
@@ -222,17 +183,13 @@ class GPT(nn.Module):  # EDIT: model
             elif weight.ndim == 2:
                 nn.init.normal_(weight, std=1.0 if name == "embed.weight" else n_embd**-0.5)
 
-    def forward(self, x, targets=None, cache=None):
+    def forward(self, x, targets=None):
         """With `targets`, int64 [batch, time], returns their losses, float32 [batch, time].
 
-        The loss is in nats per byte, and 0 for a target of -100. With a `cache`, `x` are the bytes
-        after those of earlier calls; only the first call may have several.
+        The loss is in nats per byte, and 0 for a target of -100.
         """
         head_size = self.embed.embedding_dim // self.blocks[0].heads
-        known = 0 if cache is None else cache.length
-        cos, sin = rotations(known, x.size(1), head_size, x.device)
-        if cache is not None:
-            cache.length += x.size(1)
+        cos, sin = rotations(x.size(1), head_size, x.device)
         first = norm(self.embed(x))
         x = first.view_as(first)  # if it were the same tensor, the first block would compile anew
         for block, skip in zip(self.blocks, self.skips, strict=True):
@@ -241,7 +198,7 @@ class GPT(nn.Module):  # EDIT: model
                 # third more computation.
                 x = recompute(block, x, first, skip, cos, sin, use_reentrant=False)
             else:
-                x = block(x, first, skip, cos, sin, cache)
+                x = block(x, first, skip, cos, sin)
         return self.logits(x) if targets is None else self.losses(x, targets)
 
     def logits(self, x):
@@ -312,17 +269,16 @@ def load_data(accelerator, args):  # EDIT: data
     """Loads the text.
 
     Returns:
-        tuple: the `Windows` to train on, None for a stream, which is opened later; those held out;
-        a description, with a checksum: a run continues with the same text.
+        tuple: the `Windows` to train on; those held out; a description, with a checksum: a run
+        continues with the same text.
     """
     data = read_text(accelerator, args)
-    train_set, text, held_out = None, data.train, data.held_out
-    if not args.streaming:
-        if args.overfit_batch:
-            text = held_out = text[: args.batch_size * args.block_size + 1]
-        # An epoch reads each byte once. All windows have the same length, so micro-batches and
-        # processes have equal weight.
-        train_set = Windows(text, args.block_size, None if args.overfit_batch else args.seed)
+    text, held_out = data.train, data.held_out
+    if args.overfit_batch:
+        text = held_out = text[: args.batch_size * args.block_size + 1]
+    # An epoch reads each byte once. All windows have the same length, so micro-batches and
+    # processes have equal weight.
+    train_set = Windows(text, args.block_size, None if args.overfit_batch else args.seed)
     description = agree(accelerator, args.dataset, data)
     if args.dry_run:
         held_out = held_out[: 20 * args.block_size]
@@ -330,48 +286,27 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def read_text(accelerator, args):
-    """Reads the `Text` to train on, unless it is a stream, and what is held out."""
-    source = (args.dataset, args.text_column)
-    if args.streaming:
-        return run_on_main(accelerator, lambda: load_held_out(*source))
-    return local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
-
-
-def open_stream(accelerator, position, args):
-    """Opens the stream at the position of a checkpoint, or at its beginning: None."""
-    share = Share.from_args(args, accelerator, args.streaming, position)
-    options = args.dataset, args.text_column, args.block_size, share, args.shuffle_buffer, args.seed
-    return local_main_first(accelerator, lambda: stream_windows(*options))
+    """Reads the `Text` to train on, and what is held out."""
+    source = args.dataset, args.text_column, args.block_size, args.seed
+    return local_main_first(accelerator, lambda: load_text(*source))
 
 
 def build_loaders(accelerator, train_set, eval_set, args):
-    """Builds loaders of global batches, which `prepare` divides; a stream has its share only."""
-    eval_loader = build_eval_loader(accelerator, eval_set)
-    if args.streaming:
-        # At most one worker, which prefetches. The position saved with a checkpoint does not
-        # include prefetched batches.
-        options = loader_options(accelerator, min(1, args.num_workers), args.timeout)
-        return DataLoader(train_set, batch_size=None, **options), eval_loader
+    """Builds loaders of global batches, which `prepare` divides over the processes."""
+    eval_loader = build_eval_loader(accelerator, eval_set, args.block_size)
     options = loader_options(accelerator, args.num_workers, args.timeout)
     batch_size = args.batch_size // args.gradient_accumulation_steps
-    order = EpochSampler(len(train_set), args.batch_size, args.seed)
+    order = EpochSampler(
+        len(train_set), args.batch_size, args.seed, with_epoch=not args.overfit_batch
+    )
     train_loader = DataLoader(train_set, batch_size, sampler=order, drop_last=True, **options)
     return accelerator.prepare(train_loader), eval_loader
 
 
-def build_eval_loader(accelerator, windows):
+def build_eval_loader(accelerator, windows, block_size):
     """Builds the loader of held-out `Windows`, in their order."""
-    most = max(1, 16_384 // windows.block_size)
-    batch_size = evaluation_batch_size(accelerator, len(windows), most)
+    batch_size = evaluation_batch_size(accelerator, len(windows), max(1, 16_384 // block_size))
     return accelerator.prepare(DataLoader(windows, batch_size, **loader_options(accelerator)))
-
-
-def epoch_batches(loader, epoch):
-    """The loader of `epoch`; a stream has no epochs: it continues at its own position."""
-    if not isinstance(loader.dataset, LaneStream):
-        loader.dataset.set_offset(epoch)
-        loader.set_epoch(epoch)
-    return loader
 
 
 def compute_loss(model, batch, device):  # EDIT: loss
@@ -389,17 +324,18 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
         dict: `loss` in nats per byte, with its standard error; `bits_per_byte`; number of `bytes`.
     """
     model.eval()
-    sums = 0
+    sums = seen = 0
     for batch in watch(loader):
         # The windows do not overlap: the first prediction in each has a context of one byte.
         losses = model(batch["inputs"], batch["targets"]).sum(1)
         counts = (batch["targets"] >= 0).sum(1)  # a window may be short
         # This drops the windows that were repeated to fill up the last batch.
-        sums = sums + evaluation.moments(*accelerator.gather_for_metrics((losses, counts)))
+        losses, counts = accelerator.gather_for_metrics((losses, counts))
+        sums, seen = sums + evaluation.moments(losses, counts), seen + len(counts)
     model.train()
     loss, error, count = evaluation.mean_and_error(sums)
-    if count != loader.dataset.targets:
-        raise RuntimeError(f"evaluated {count} of {loader.dataset.targets} held-out bytes")
+    if seen != len(loader.dataset):
+        raise RuntimeError(f"evaluated {seen} of {len(loader.dataset)} held-out windows")
     metrics = evaluation.with_error("loss", loss, error)
     return {**metrics, "bits_per_byte": loss / math.log(2), "bytes": count}
 
@@ -409,9 +345,9 @@ def evaluate(accelerator, model, loader, watch):  # EDIT: metric
 def generate(model, prompt, length, temperature, seed):
     """Continues `prompt` by `length` sampled bytes; `temperature` 0: always the most likely ones.
 
-    The context has at most `block_size` bytes. When it is full, it goes on with its last half.
-    Under FSDP every process must call this function, because a forward pass needs all shards. All
-    processes sample the same bytes.
+    The context of each byte are the last `block_size` ones, and it is computed anew. Under FSDP
+    every process must call this function, because a forward pass needs all shards. All processes
+    sample the same bytes.
 
     Returns:
         str: the prompt and its continuation; bytes that are not UTF-8 are replaced.
@@ -421,26 +357,18 @@ def generate(model, prompt, length, temperature, seed):
     model.eval()
     # Its own generator: sampling must not change training's random numbers.
     generator = torch.Generator(device).manual_seed(seed)
-    prompt = torch.tensor([list(os.fsencode(prompt))])  # as typed: bytes that are not UTF-8, too
-    text = F.pad(prompt, (0, length)).to(device)
-    start, cache = max(0, prompt.size(1) - block_size), Cache()
+    # As typed: bytes that are not UTF-8, too.
+    text = torch.tensor([list(os.fsencode(prompt))], device=device)
     # Autocast casts the weights once for all of it, not for each byte.
     with torch.autocast(device.type, enabled=False):
-        for end in range(prompt.size(1), text.size(1)):
-            if end - start > block_size:
-                start, cache = end - (block_size + 1) // 2, Cache()
-            logits = model(text[:, start + cache.length : end], cache=cache)[0, -1].float()
+        for _ in range(length):
+            logits = model(text[:, -block_size:])[0, -1].float()
             probabilities = (logits / max(temperature, 1e-6)).softmax(0)
             # This is what `torch.multinomial` computes. But it waits for the device.
             noise = torch.empty_like(probabilities).exponential_(generator=generator)
-            text[:, end] = (probabilities / noise).argmax()
+            text = torch.cat([text, (probabilities / noise).argmax().view(1, 1)], 1)
     model.train(was_training)
     return bytes(text[0].tolist()).decode(errors="replace")
-
-
-def sample_due(step, plan):
-    """Whether a sample follows the evaluation after `step`; the finished run has one anyway."""
-    return step % SAMPLE_EVERY < plan.evaluate_every and step < plan.total_steps
 
 
 def load_model(saved):
@@ -465,12 +393,8 @@ def sample(args):
 # --------------------------------------------------------------------------------------------- main
 
 SIZES = ("n_layer", "n_head", "n_embd", "block_size")
-# Steps between samples. A byte takes as long as a fifth of a step on a GPU: together they take 1 %
-# of the time.
-SAMPLE_EVERY = 5000
 MAY_CHANGE = flags.MAY_CHANGE | {
     "activation_checkpointing",
-    "peak_tflops",
     "sample_length",
     "prompt",
     "temperature",
@@ -508,11 +432,11 @@ def build_model(accelerator, sizes, args):
     return model.to_empty(device="cpu") if empty else model
 
 
-def rates_per_window(accelerator, flops, args):
+def rates_per_window(accelerator, flops, block_size):
     """What is logged besides the windows per second, for `run.start`: bytes, and if known MFU."""
-    peak = peak_flops(accelerator, args.peak_tflops)
-    mfu = {"mfu": args.block_size * flops / peak} if peak else {}
-    return {"tokens_per_second": args.block_size, **mfu}
+    peak = peak_flops(accelerator)
+    mfu = {"mfu": block_size * flops / peak} if peak else {}
+    return {"tokens_per_second": block_size, **mfu}
 
 
 def export(accelerator, folder, model, sizes):
@@ -522,14 +446,14 @@ def export(accelerator, folder, model, sizes):
     def write():
         unwrapped = GPT(**sizes)
         unwrapped.load_state_dict(state)
-        weights.export(folder, unwrapped, sizes)
+        files.write_weights(folder, unwrapped, sizes)
 
     run_on_main(accelerator, write)  # the others wait here, and not in a collective that times out
 
 
 def write_outputs(run, text, sizes):
     """Writes the sample, the curves and the model card of a finished run; main process only."""
-    with optional("sample.txt"):
+    with plots.optional("sample.txt"):
         write_text(run.path / "sample.txt", text)
     plots.curves(run.path, {"loss": "loss (nats per byte)", "bits_per_byte": "bits per byte"})
     model_card.write(run, **describe_model(sizes))
@@ -554,16 +478,13 @@ def main():
         return sample(args)
     accelerator, trackers = connect(args)
     train_set, held_out, description = load_data(accelerator, args)
-    plan = Plan.from_args(args, None if args.streaming else len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    plan = Plan.from_args(args, len(train_set))
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
-    eval_samples = subset.count_evaluated(run, plan, args, len(held_out))
-    if args.streaming:
-        train_set = open_stream(accelerator, run.progress.get("position"), args)
-
+        return
+    eval_samples = evaluation.count_evaluated(run, plan, args, len(held_out))
     set_seed(args.seed)
     sizes = {name: getattr(args, name) for name in SIZES}
     model = build_model(accelerator, sizes, args)
@@ -573,33 +494,30 @@ def main():
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    eval_set = subset.choose(held_out, eval_samples, args.seed)
+    eval_set = evaluation.choose(held_out, eval_samples, args.seed)
     train_loader, eval_loader = build_loaders(accelerator, train_set, eval_set, args)
     first = eval_set.__getitems__([0])
     # Hidden passes, for an exact resume.
     ddp.warm_up(model, lambda: compute_loss(model, first, accelerator.device))
-    rates = rates_per_window(accelerator, flops, args)
+    rates = rates_per_window(accelerator, flops, args.block_size)
     step = run.start(rates)  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"{parameters:,} parameters, {flops / 1e6:.1f} MFLOP per byte of training")
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
-    progress = Progress(accelerator, guard.watch)
-
-    sampling = (args.prompt, args.sample_length, args.temperature, args.seed)
+    progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
         metrics = evaluate(accelerator, model, eval_loader, progress)
-        if sample_due(step, plan):
-            run.log("sample", step, text=generate(model, *sampling))
-        run.log("val", step, score=-metrics["loss"], **metrics)  # last: completes the evaluation
+        run.log("val", step, score=-metrics["loss"], **metrics)
 
     train_loss, saved = math.inf, dict(config=sizes, eval_samples=eval_samples)
     if run.evaluation_due:  # the run was stopped in it
         validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step, done=run.best.out_of_patience):
-        batches = remaining.rest(epoch_batches(train_loader, epoch))  # not those before a restart
+        train_loader.set_epoch(epoch)
+        batches = remaining.rest(train_loader)  # without those before an interruption
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
             for batch in micro_batches:
@@ -622,7 +540,6 @@ def main():
                 figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
-                saved["position"] = gather_position(batch)
                 with run.checkpoint(step, guard, model, **saved) as folder:
                     accelerator.save_state(folder)
             if stop:
@@ -633,17 +550,17 @@ def main():
             break
     profile.stop()
 
-    text = generate(model, *sampling)
+    text = generate(model, args.prompt, args.sample_length, args.temperature, args.seed)
     run.log("sample", step, text=text)
     export(accelerator, run.path, model, sizes)
-    last = subset.choose(held_out, subset.count_last(plan, args, len(held_out)), args.seed)
+    last = evaluation.choose(held_out, evaluation.count_last(plan, args, len(held_out)), args.seed)
     counts = progress.announce(len(last), len(held_out), run.path)
-    metrics = evaluate(accelerator, model, build_eval_loader(accelerator, last), progress)
+    last_loader = build_eval_loader(accelerator, last, args.block_size)
+    metrics = evaluate(accelerator, model, last_loader, progress)
     results = {f"val_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, **counts, parameters=parameters, flops_per_token=flops)
     if accelerator.is_main_process:
         write_outputs(run, text, sizes)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command(Path(__file__).name, "--sample", run.path, "--prompt", "The "))
     accelerator.end_training()
 
@@ -659,21 +576,6 @@ def parse_args():
     flags.add(group, "num_workers")
     group.add_argument(
         "--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet"
-    )
-    group.add_argument(
-        "--streaming",
-        nargs="?",
-        const=8,
-        type=number(int, 1, most=100_000),  # more than there are processes
-        metavar="LANES",
-        help="read the text during training, in so many parallel parts, 8 if not given: a multiple "
-        "of the number of processes; needs --max_train_steps",
-    )
-    group.add_argument(
-        "--shuffle_buffer",
-        type=number(int, 1, most=10**7),  # more than fits into memory
-        default=1000,
-        help="windows in the shuffle buffer of each part of the stream",
     )
     group = parser.add_argument_group("model")
     # Llama 3.1 405B: 126 blocks of width 16,384 with 128 heads, and a context of 2**17.
@@ -704,11 +606,6 @@ def parse_args():
         default=50,
         help="steps of warm-up, at most a tenth of the run",
     )
-    group.add_argument(
-        "--peak_tflops",
-        type=number(float, 0, above=True, most=100_000),  # a hundred times that of an H100
-        help="peak TFLOPS of one GPU, for MFU; built in for some GPUs",
-    )
     group = parser.add_run_arguments()
     flags.add(group, "init_from", "patience", "eval_samples", *flags.EXTRAS)
     group = parser.add_argument_group("samples")
@@ -724,8 +621,7 @@ def parse_args():
         default=0.8,
         help="of sampling; 0: always the most likely byte",
     )
-    # In steps: an epoch of a small text takes seconds, and the length of a stream's epoch is
-    # unknown.
+    # In steps, because an epoch of a small text takes seconds.
     parser.set_defaults(
         epochs=10, batch_size=64, max_grad_norm=1.0, eval_every=250, checkpoint_every=250
     )
@@ -737,10 +633,6 @@ def parse_args():
         )
     if not args.prompt:
         raise UserError("--prompt is empty: give at least one character")
-    if args.streaming and (args.overfit_batch or not args.max_train_steps):
-        raise UserError(
-            "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
-        )
     if args.overfit_batch:
         args.lr_schedule, args.dropout = "constant", 0.0
     return frozen(args)

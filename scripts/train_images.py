@@ -37,11 +37,9 @@ from torch.utils.data import DataLoader
 
 from utils import flags, schedule
 from utils.compilation import compile_model
-from utils.data import subset
-from utils.data.loaders import end_workers, explain, loader_options
-from utils.data.permutation import EpochSampler
+from utils.data import evaluation
+from utils.data.loaders import EpochSampler, end_workers, explain, fit_batch_size, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.sources import find_images
@@ -49,16 +47,15 @@ from utils.images.transforms import EvalTransform, ImageBatches, TrainTransform
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, devices, entry, launch, weights
-from utils.run.arguments import Parser, frozen
+from utils.run import ddp, devices, entry, files, launch
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import batch_norm, elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -151,7 +148,7 @@ def fit_batch(accelerator, data, args):
     Returns the arguments, with that batch size, and the samples per process and micro-batch.
     """
     power = 1 if args.optimizer == "sgd" else 0.5
-    args = flags.fit_batch(args, len(data.splits["train"]), power)
+    args = fit_batch_size(args, len(data.splits["train"]), power)
     accumulation = args.gradient_accumulation_steps
     micro_batch_size = elastic.divide_batch(accelerator, args.batch_size, accumulation)
     if args.overfit_batch:
@@ -190,13 +187,13 @@ def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
         **options,
     )
     loaders = {"train": accelerator.prepare(train_loader)}
-    some = subset.choose(data.splits["val"], eval_samples, args.seed)
+    some = evaluation.choose(data.splits["val"], eval_samples, args.seed)
     for split, images in {**data.splits, "some": some}.items():
         if split == "train":
             continue
         if split != "some":
-            last = subset.count_last(plan, args, len(images))
-            data.splits[split] = images = subset.choose(images, last, args.seed)
+            last = evaluation.count_last(plan, args, len(images))
+            data.splits[split] = images = evaluation.choose(images, last, args.seed)
         dataset = ImageBatches(images, eval_transform, args.on_bad_image)
         batch_size = evaluation_batch_size(accelerator, len(dataset), 64)
         loaders[split] = accelerator.prepare(DataLoader(dataset, batch_size, **options))
@@ -342,12 +339,12 @@ def main():
     data = load_data(accelerator, args)
     args, micro_batch_size = fit_batch(accelerator, data, args)
     plan = Plan.from_args(args, len(data.splits["train"]))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
-    eval_samples = subset.count_evaluated(run, plan, args, len(data.splits["val"]))
+        return
+    eval_samples = evaluation.count_evaluated(run, plan, args, len(data.splits["val"]))
     set_seed(args.seed)
     start_from = None if run.progress else args.weights  # a run that continues has its own
     config = run.progress.get("config") or describe_start(accelerator, start_from, data, args)
@@ -370,7 +367,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
-    progress = Progress(accelerator, guard.watch)
+    progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
         metrics, _ = evaluate(accelerator, model, loaders["some"], progress, mean, std)
@@ -418,7 +415,7 @@ def main():
     end_workers(loaders)
 
     plain = accelerator.unwrap_model(model)
-    run_on_main(accelerator, lambda: weights.export(run.path, plain, config))
+    run_on_main(accelerator, lambda: files.write_weights(run.path, plain, config))
     counts = progress.announce(len(data.splits["val"]), held_out, run.path)
     results, samples = final_results(accelerator, model, loaders, progress, mean, std)
     results |= scores.per_class(samples["labels"], samples["predictions"], data.class_names)
@@ -426,7 +423,6 @@ def main():
     if accelerator.is_main_process:
         model_card.write(run, **describe_model(config))
         trackers.log_images(write_outputs(run, config, data, samples), step)
-        model_card.upload(run.path, args.push_to_hub)
     run.close(model_card.command("evaluate.py", run.path, "--images", "FOLDER"))
     accelerator.end_training()
 
@@ -500,7 +496,7 @@ def parse_args():
     flags.add(group, "patience", "eval_samples", *flags.EXTRAS)
     preset = PRESETS.get(flags.choice(parser, "preset"), {})
     parser.set_defaults(num_workers=min(8, devices.cores_per_process()), **COMMON | preset)
-    args = flags.parse_with_checks(parser, fits=True)
+    args = flags.parse_with_checks(parser)
     if args.preset == "finetune" and not args.weights and process.is_main():
         notice("--preset finetune without --weights: the network starts with random weights")
     pretrained.check_name(args.model)

@@ -9,8 +9,6 @@ sharded over GPUs (FSDP2). Needs more packages: pip install -r scripts/requireme
         --model HuggingFaceTB/SmolLM2-135M --dataset my_texts/
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_lm.py \\
         --model Qwen/Qwen3-8B --dataset chats.jsonl --lora_rank 16
-    accelerate launch --config_file accelerate_configs/1gpu.yaml scripts/train_lm.py \\
-        --dataset chats.jsonl my_texts/ --mixture 0.7 0.3 --max_train_steps 10000
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_lm.py \\
         --model my_config/ --from_scratch --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT
     python scripts/train_lm.py --generate runs/train_lm --prompt "the third of May, 1994"
@@ -24,9 +22,7 @@ import importlib.util
 import math
 import sys
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 # Finds `utils` next to this script (a copy) or one folder up (the repository).
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
@@ -41,39 +37,35 @@ from accelerate.utils import send_to_device, set_seed
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from utils import evaluation, flags, schedule
+from utils import flags, schedule
 from utils.compilation import compile_model, make_attention_deterministic
-from utils.data import subset
-from utils.data.loaders import explain, loader_options
-from utils.data.permutation import EpochSampler
+from utils.data import evaluation
+from utils.data.loaders import EpochSampler, explain, fit_batch_size, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.evaluation import Progress
 from utils.language.conversations import Encoder
 from utils.language.lanes import LaneStream, Share, gather_position
 from utils.language.packing import TokenSettings
 from utils.language.tokens import count_lanes, load_held_out, load_tokens, open_stream
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
-from utils.report.output import optional
 from utils.report.tracking import Trackers, start_profiler
 from utils.run import ddp, entry, launch
-from utils.run.arguments import Parser, frozen
+from utils.run.arguments import Parser, frozen, number
 from utils.run.collectives import run_on_all, run_on_main
-from utils.run.domains import number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.files import read_json, write_text
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.output import notice, plural
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic, fsdp
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
 
 MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 if not MISSING:
-    from utils.language import adapters, causal_lm, document_attention, fit, lm_loss
+    from utils.language import adapters, causal_lm, lm_loss
 
 
 def check_packages():
@@ -97,7 +89,7 @@ def load_settings(args):
     """The tokenizer, the configuration of the model, and what identifies its weights."""
     tokenizer = causal_lm.load_tokenizer(args.model, args.chat_template)
     config = causal_lm.load_config(args.model, tokenizer, args.block_size)
-    return tokenizer, config, causal_lm.fingerprint(args.model, config)
+    return tokenizer, config, causal_lm.fingerprint(args.model)
 
 
 def build_model(accelerator, config, args):  # EDIT: model
@@ -106,16 +98,14 @@ def build_model(accelerator, config, args):  # EDIT: model
     Its forward pass takes `input_ids`, `position_ids` and `targets`, each int64 [batch, time], and
     returns the sum of the losses of the targets, in nats.
     """
-    fit.check(accelerator, config, args)
+    causal_lm.check_memory(accelerator, config, args)
     model = causal_lm.load_model(accelerator, config, args)
     if args.attention == "auto":
-        document_attention.use(accelerator, model)
+        lm_loss.attend_by_document(accelerator, model)
     if args.activation_checkpointing:
         # Keeps only the input of each block and recomputes the rest in the backward pass.
         model.activation_checkpointing_enable({"use_reentrant": False})
-    if args.adapter:
-        model = adapters.load_adapter(model, args.adapter)
-    elif args.lora_rank:
+    if args.lora_rank:
         model = adapters.add_lora(
             model, args.lora_rank, args.lora_alpha, LORA_DROPOUT, args.lora_targets.split(",")
         )
@@ -181,90 +171,59 @@ def build_scheduler(optimizer, plan, args):
     )
 
 
-class Data(NamedTuple):
-    """What a run trains on and is evaluated on.
-
-    train_set: `Blocks`, or the list of sources of a stream, which is opened later.
-    eval_sets, held_out: source -> held-out `Blocks`; the name of their split.
-    kind: of the documents.
-    description: with checksums: a run continues with the same data only.
-    """
-
-    train_set: object
-    eval_sets: dict
-    held_out: str
-    kind: str
-    description: str
-
-    def count_held_out(self):
-        """The number of held-out blocks."""
-        return sum(map(len, self.eval_sets.values()))
-
-
 def load_data(accelerator, tokenizer, packed, args):  # EDIT: data
-    """Loads the blocks of tokens to train on, and those held out: `val`, or else `test`.
+    """Loads the blocks of tokens to train on, and those held out; of a stream only these.
 
     Args: packed (bool): whether several documents share a block.
 
     Returns:
-        Data.
+        Corpus.
     """
-    corpora = [load_source(accelerator, tokenizer, name, packed, args) for name in args.dataset]
-    pairs = list(zip(args.dataset, corpora, strict=True))
-    description = "; ".join(agree(accelerator, *pair) for pair in pairs)
-    held_out = "val" if all("val" in data.splits for data in corpora) else "test"
-    if args.patience and held_out == "test":
+    data = load_source(accelerator, tokenizer, packed, args)
+    agree(accelerator, args.dataset, data)
+    if args.patience and data.held_out == "test":
         raise UserError("--patience needs a validation split: give --val_fraction 0.05, say")
-    names = {Path(name).name for name in args.dataset}  # or all of it, to tell them apart
-    short = len(names) == len(corpora)
-    train_sets, eval_sets = [], {}
-    for name, data in pairs:
-        train_sets.append(data.splits.get("train", name))
-        blocks = data.splits["val" if "val" in data.splits else "test"]
-        eval_sets[Path(name).name if short else name] = blocks.first(20) if args.dry_run else blocks
-    train_set = train_sets if args.streaming or args.mixture else train_sets[0]
-    return Data(train_set, eval_sets, held_out, corpora[0].kind, description)
+    if args.dry_run:
+        data.splits[data.held_out] = data.splits[data.held_out].first(20)
+    return data
+
+
+def load_source(accelerator, tokenizer, packed, args):
+    """As `load_data`, without a word about it; one process of each machine tokenizes."""
+    settings = TokenSettings.from_args(tokenizer, packed, args)
+    if args.streaming:
+        return run_on_main(accelerator, lambda: load_held_out(args.dataset, settings))
+    return local_main_first(accelerator, lambda: load_tokens(args.dataset, settings))
 
 
 def fit_batch(accelerator, data, args):
     """Divides the global batch, of a size that fits the data; says if the run is very short.
 
     Returns:
-        tuple: the arguments, with that batch size; the data, for --overfit_batch those of a batch.
+        the arguments, with that batch size. With --overfit_batch, the data become those of a batch.
     """
-    blocks = None if isinstance(data.train_set, list) else len(data.train_set)
-    args = flags.fit_batch(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
+    blocks = len(data.splits["train"]) if "train" in data.splits else None
+    args = fit_batch_size(args, blocks, 0.5, f"blocks of {args.block_size} tokens")
     elastic.divide_batch(accelerator, args.batch_size, args.gradient_accumulation_steps)
     if args.overfit_batch:
-        batch = data.train_set.first(args.batch_size)
-        name = next(iter(data.eval_sets))
-        return args, data._replace(train_set=batch, eval_sets={name: batch})
-    if blocks and not args.max_train_steps and accelerator.is_main_process:
+        batch = data.splits["train"].first(args.batch_size)
+        data.splits.update(dict.fromkeys(data.splits, batch))
+    elif blocks and not args.max_train_steps and accelerator.is_main_process:
         steps = blocks // args.batch_size * args.epochs
         if steps < SHORT:
             notice(
                 f"{plural(steps, 'step')} in all teach little: give more --epochs, or a smaller "
                 f"--block_size than {args.block_size}, which makes more blocks"
             )
-    return args, data
+    return args
 
 
-def load_source(accelerator, tokenizer, name, packed, args):
-    """Loads the `Corpus` of one data set; of a stream, its held-out blocks only."""
-    settings = TokenSettings.from_args(tokenizer, packed, args)
-    if args.streaming:
-        return run_on_main(accelerator, lambda: load_held_out(name, settings))
-    return local_main_first(accelerator, lambda: load_tokens(name, settings))
-
-
-def open_sources(accelerator, tokenizer, config, sources, position, args):
-    """Opens the stream of a list of sources at a position (None: its beginning); else `Blocks`."""
-    if not isinstance(sources, list):
-        return sources
+def open_documents(accelerator, tokenizer, config, progress, args):
+    """Opens the stream of documents where the checkpoint was that has this progress (dict)."""
+    position = progress.get("position")
     share = Share.from_args(args, accelerator, count_lanes(args.batch_size), position)
     settings = TokenSettings.from_args(tokenizer, causal_lm.can_pack(config), args)
-    weights = args.mixture or [1.0]
-    return local_main_first(accelerator, lambda: open_stream(sources, settings, share, weights))
+    return local_main_first(accelerator, lambda: open_stream(args.dataset, settings, share))
 
 
 def build_train_loader(accelerator, train_set, args):
@@ -279,17 +238,11 @@ def build_train_loader(accelerator, train_set, args):
     )
 
 
-def build_eval_loaders(accelerator, eval_sets, args, count=None):
-    """Builds loaders (dict) of `count` held-out blocks (None: all): of each source its share."""
-    total, loaders = sum(map(len, eval_sets.values())), {}
-    for name, blocks in eval_sets.items():
-        share = -(-(count or total) * len(blocks) // total)
-        chosen = subset.choose(blocks, share, args.seed)
-        most = max(1, 8192 // args.block_size)
-        batch_size = evaluation_batch_size(accelerator, len(chosen), most)
-        loader = DataLoader(chosen, batch_size, **loader_options(accelerator))
-        loaders[name] = accelerator.prepare(loader)
-    return loaders
+def build_eval_loader(accelerator, held_out, args, count=None):
+    """Builds a loader of `count` held-out blocks (None: all)."""
+    chosen = evaluation.choose(held_out, count or len(held_out), args.seed)
+    batch_size = evaluation_batch_size(accelerator, len(chosen), max(1, 8192 // args.block_size))
+    return accelerator.prepare(DataLoader(chosen, batch_size, **loader_options(accelerator)))
 
 
 def epoch_batches(loader, epoch):
@@ -326,31 +279,13 @@ def count_targets(accelerator, batches):
 
 
 @torch.no_grad()
-def evaluate(accelerator, model, loaders, watch):  # EDIT: metric
+def evaluate(accelerator, model, loader, watch):  # EDIT: metric
     """Computes exact metrics: each held-out target counts once, on any number of processes.
-
-    Args: loaders (dict): of each source.
 
     Returns:
         dict: `loss` in nats per target token, with its standard error; `perplexity`; for text
-        `bits_per_byte`, which can be compared between tokenizers; of several sources, also
-        `loss/NAME` of each; and the number of `tokens`.
+        `bits_per_byte`, which can be compared between tokenizers; and the number of `tokens`.
     """
-    sources = [evaluate_source(accelerator, model, loader, watch) for loader in loaders.values()]
-    loss, error, count = evaluation.mean_and_error(sum(sources))
-    metrics = evaluation.with_error("loss", loss, error)
-    metrics["perplexity"] = math.exp(min(loss, 700))
-    sizes = [loader.dataset.bytes for loader in loaders.values()]
-    if all(sizes):
-        metrics["bits_per_byte"] = loss * count / sum(sizes) / math.log(2)
-    if len(loaders) > 1:
-        pairs = zip(loaders, sources, strict=True)
-        metrics |= {f"loss/{name}": evaluation.mean_and_error(sums)[0] for name, sums in pairs}
-    return {**metrics, "tokens": count}
-
-
-def evaluate_source(accelerator, model, loader, watch):
-    """The `evaluation.moments` of the losses of all blocks of a loader, in nats."""
     model.eval()
     blocks, rank = loader.dataset, accelerator.process_index
     size = loader.total_batch_size // accelerator.num_processes
@@ -363,12 +298,15 @@ def evaluate_source(accelerator, model, loader, watch):
         batch["targets"][batch["ids"] != place] = -100
         losses = compute_loss(model, batch, per_block=True)
         sums = sums + evaluation.moments(losses, (batch["targets"] >= 0).sum(1))
-    sums = accelerator.reduce(sums, "sum")
     model.train()
-    count = int(sums[1])
+    loss, error, count = evaluation.mean_and_error(accelerator.reduce(sums, "sum"))
     if count != blocks.target_tokens:
         raise RuntimeError(f"evaluated {count} of {blocks.target_tokens} held-out targets")
-    return sums
+    metrics = evaluation.with_error("loss", loss, error)
+    metrics["perplexity"] = math.exp(min(loss, 700))
+    if blocks.bytes:
+        metrics["bits_per_byte"] = loss * count / blocks.bytes / math.log(2)
+    return {**metrics, "tokens": count}
 
 
 @torch.compiler.set_stance("force_eager")  # because each text length would be compiled separately
@@ -398,16 +336,6 @@ def generate(model, tokenizer, prompts, length):
         texts += tokenizer.batch_decode(new, skip_special_tokens=True)
     model.train(was_training)
     return texts
-
-
-def first_prompts(eval_sets):
-    """The prompts of three held-out documents, of several sources those of each in turn.
-
-    Returns:
-        list[tuple]: token ids; those of the answer in the data, or None.
-    """
-    prompts = [blocks.prompts(3) for blocks in eval_sets.values()]
-    return [prompt for turn in zip_longest(*prompts) for prompt in turn if prompt][:3]
 
 
 def example_prompt(tokenizer, data, prompts):
@@ -443,16 +371,16 @@ def log_samples(accelerator, run, step, model, tokenizer, prompts):
         run.log("sample", step, text=text)
 
 
-def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
+def share_of_exact(accelerator, model, tokenizer, held_out, args):
     """The share of prompts to which the model answers exactly what the data does, as a metric.
 
     A dict: {} unless it is `--dataset synthetic` (other data have no such answers), on the process
     that generates.
     """
-    if args.dataset != ["synthetic"] or args.dry_run or not generates_alone(accelerator):
+    is_asked = args.dataset == "synthetic" and args.loss_on == "answers" and not args.dry_run
+    if not is_asked or not generates_alone(accelerator):
         return {}
-    pairs = eval_sets["synthetic"].prompts(ANSWERS)
-    prompts, expected = map(list, zip(*pairs, strict=True))
+    prompts, expected = map(list, zip(*held_out.prompts(ANSWERS), strict=True))
     answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS)
     expected = tokenizer.batch_decode(expected, skip_special_tokens=True)
     both = zip(answers, expected, strict=True)
@@ -462,9 +390,9 @@ def share_of_exact(accelerator, model, tokenizer, eval_sets, args):
 
 def load_trained(folder, args):
     """The model, as `compute_loss` takes it, and the tokenizer of a finished run of `args`."""
-    files = "auto" if args.lora_rank or args.adapter else torch.float32
-    options = dict(dtype=getattr(torch, args.dtype) if args.dtype else files)
-    options["attn_implementation"] = causal_lm.ATTENTION[args.attention]
+    options = dict(dtype="auto" if args.lora_rank else torch.float32)
+    if args.attention != "auto":
+        options["attn_implementation"] = args.attention
     model, tokenizer, _ = adapters.load_trained(folder, **options)
     lm_loss.chunk_loss(model)
     return model, tokenizer
@@ -510,7 +438,7 @@ TEXT = 'inputs = tokenizer("Hello", return_tensors="pt")'
 
 def write_outputs(accelerator, run, model, tokenizer, prompts, args):
     """Writes the samples, the curves and the model card of a finished run."""
-    with optional("sample.txt"):
+    with plots.optional("sample.txt"):
         if accelerator.is_main_process or accelerator.is_fsdp2:
             text = show_samples(model, tokenizer, prompts)
         if accelerator.is_main_process:
@@ -541,18 +469,18 @@ def main():
     accumulation, processes = args.gradient_accumulation_steps, accelerator.num_processes
     tokenizer, config, base = local_main_first(accelerator, lambda: load_settings(args))
     data = load_data(accelerator, tokenizer, causal_lm.can_pack(config), args)
-    args, data = fit_batch(accelerator, data, args)
-    train_set, eval_sets = data.train_set, data.eval_sets
-    prompts = first_prompts(eval_sets)
-    plan = Plan.from_args(args, None if isinstance(train_set, list) else len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    args = fit_batch(accelerator, data, args)
+    train_set, held_out = data.splits.get("train"), data.splits[data.held_out]
+    prompts = held_out.prompts(3)
+    plan = Plan.from_args(args, None if args.streaming else len(train_set))
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=data.description, base=base, kind=data.kind)  # finished, or continues
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
-    eval_samples = subset.count_evaluated(run, plan, args, data.count_held_out())
-    position = run.progress.get("position")
-    train_set = open_sources(accelerator, tokenizer, config, train_set, position, args)
+        return
+    eval_samples = evaluation.count_evaluated(run, plan, args, len(held_out))
+    if args.streaming:
+        train_set = open_documents(accelerator, tokenizer, config, run.progress, args)
 
     set_seed(args.seed)
     model = run_on_all(accelerator, lambda: build_model(accelerator, config, args))
@@ -562,7 +490,7 @@ def main():
     scheduler = build_scheduler(optimizer, plan, args)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     train_loader = build_train_loader(accelerator, train_set, args)
-    eval_loaders = build_eval_loaders(accelerator, eval_sets, args, eval_samples)
+    eval_loader = build_eval_loader(accelerator, held_out, args, eval_samples)
     ddp.warm_up(model, lambda: compute_loss(model, lm_loss.small_batch(accelerator, model)))
     lm_loss.check(accelerator, model, causal_lm.can_pack(config))
     unwrapped = adapters.save_trained_only(accelerator.unwrap_model(model))  # LoRA's alone
@@ -571,11 +499,11 @@ def main():
     run.print(f"{parameters:,} parameters, {trained:,} of them trained")
     guard = Guard(accelerator, args.timeout)
     watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
-    progress = Progress(accelerator, guard.watch)
+    progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics = evaluate(accelerator, model, eval_loaders, progress)
-        metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
+        metrics = evaluate(accelerator, model, eval_loader, progress)
+        metrics |= share_of_exact(accelerator, unwrapped, tokenizer, held_out, args)
         score = -metrics["loss"] if data.held_out == "val" else None  # a test split: none
         log_samples(accelerator, run, step, unwrapped, tokenizer, prompts)
         run.log(data.held_out, step, score=score, **metrics)  # last: completes the evaluation
@@ -621,15 +549,14 @@ def main():
     profile.stop()
 
     adapters.export(accelerator, run.path, model, tokenizer)  # what is evaluated next
-    last = subset.count_last(plan, args, data.count_held_out())
-    counts = progress.announce(last, data.count_held_out(), run.path)
-    eval_loaders = build_eval_loaders(accelerator, eval_sets, args, last)
-    metrics = evaluate(accelerator, model, eval_loaders, progress)
-    metrics |= share_of_exact(accelerator, unwrapped, tokenizer, eval_sets, args)
+    last = evaluation.count_last(plan, args, len(held_out))
+    counts = progress.announce(last, len(held_out), run.path)
+    eval_loader = build_eval_loader(accelerator, held_out, args, last)
+    metrics = evaluate(accelerator, model, eval_loader, progress)
+    metrics |= share_of_exact(accelerator, unwrapped, tokenizer, held_out, args)
     results = {f"{data.held_out}_{name}": value for name, value in metrics.items()}
     run.finish(step, **results, **counts, parameters=parameters, trained_parameters=trained)
     write_outputs(accelerator, run, unwrapped, tokenizer, prompts, args)
-    model_card.upload(run.path, args.push_to_hub)
     example = example_prompt(tokenizer, data, prompts)
     run.close(model_card.command(Path(__file__).name, "--generate", run.path, "--prompt", example))
     accelerator.end_training()
@@ -652,8 +579,8 @@ def describe_model(args, folder, kind):
     metadata = {}
     if is_on_hub(args.model) and not args.from_scratch:
         metadata["base_model"] = args.model
-    if hub := list(filter(is_on_hub, args.dataset)):
-        metadata["datasets"] = hub
+    if is_on_hub(args.dataset):
+        metadata["datasets"] = [args.dataset]
     return {
         "title": "A causal language model",
         "library": library,
@@ -669,17 +596,9 @@ def parse_args():
     group = parser.add_argument_group("data")
     group.add_argument(
         "--dataset",
-        nargs="+",
-        default=["synthetic"],
+        default="synthetic",
         help="Hub id, local file or folder, or `synthetic`: dates in words, to be written in ISO "
         "8601",
-    )
-    group.add_argument(
-        "--mixture",
-        nargs="+",
-        type=number(float, 0, above=True, most=10**6),
-        metavar="SHARE",
-        help="shares of several data sets, such as 0.7 0.3; exhausted ones repeat",
     )
     group.add_argument("--subset", help="configuration of a data set of the Hub")
     group.add_argument(
@@ -719,12 +638,6 @@ def parse_args():
         help="start with random weights: take only configuration and tokenizer from --model",
     )
     group.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="dtype of the weights, bfloat16 only of frozen ones (default: float32, or that of "
-        "frozen ones in their files); the configuration sets the precision of the computation",
-    )
-    group.add_argument(
         "--export_dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
@@ -733,7 +646,7 @@ def parse_args():
     )
     group.add_argument(
         "--attention",
-        choices=["auto", "sdpa", "eager", "flex", "flash"],
+        choices=["auto", "sdpa", "eager"],
         default="auto",
         help="implementation in transformers; auto: sdpa, without a mask if possible",
     )
@@ -759,9 +672,6 @@ def parse_args():
         default="all-linear",
         metavar="NAMES",
         help="layers with adapters, separated by commas, such as q_proj,v_proj",
-    )
-    group.add_argument(
-        "--adapter", metavar="PATH", help="continue to train this adapter, with its own settings"
     )
     group = parser.add_argument_group(
         "training (a sample is a block of block_size tokens; --lr is 2e-4 with LoRA)"
@@ -791,40 +701,21 @@ def parse_args():
     )
     parser.set_defaults(epochs=1, batch_size=16, max_grad_norm=1.0, weight_decay=0.1)
     has_lora = flags.choice(parser, "lora_rank") not in (0, "0")
-    parser.set_defaults(lr=2e-4 if has_lora or flags.choice(parser, "adapter") else 2e-5)
+    parser.set_defaults(lr=2e-4 if has_lora else 2e-5)
     if flags.choice(parser, "model") == "tiny":
         parser.set_defaults(block_size=256, lr=4e-3, epochs=2)
-    args = flags.parse_with_checks(parser, fits=True)
+    args = flags.parse_with_checks(parser)
     check_packages()
     args.lora_alpha = args.lora_alpha or 2.0 * args.lora_rank
-    if args.lora_rank and args.adapter:
-        raise UserError("--adapter has a rank of its own: leave out --lora_rank")
-    is_adapted = args.lora_rank or args.adapter
-    if is_adapted and (args.from_scratch or args.model == "tiny"):
+    if args.lora_rank and (args.from_scratch or args.model == "tiny"):
         raise UserError("LoRA adapts pretrained weights: give a --model that has some")
-    if args.dtype == "bfloat16" and not is_adapted:
-        # An update of less than 1/256 of a weight would be rounded away.
-        raise UserError(
-            "--dtype bfloat16 is for the frozen weights of LoRA: to compute in bf16 use "
-            "mixed_precision: bf16 in the configuration, which keeps weights in float32"
-        )
     if args.streaming and args.val_fraction:
         raise UserError("--streaming holds out one document of 64: leave out --val_fraction")
     args.val_fraction = args.val_fraction or 0.1
-    for flag in ("streaming", "mixture"):  # exhausted data sets repeat
-        if getattr(args, flag) and (args.overfit_batch or not args.max_train_steps):
-            raise UserError(
-                f"--{flag} needs --max_train_steps, and cannot be combined with --overfit_batch"
-            )
-    if len(args.dataset) != len(args.mixture or [1]):
+    if args.streaming and (args.overfit_batch or not args.max_train_steps):
         raise UserError(
-            f"--dataset has {len(args.dataset)} data sets and --mixture {len(args.mixture or [])} "
-            "shares: give one share for each, such as --dataset a b --mixture 0.7 0.3"
+            "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
         )
-    if len(set(args.dataset)) < len(args.dataset):
-        raise UserError("--dataset has the same data set twice: give it once, with a larger share")
-    if args.subset and len(args.dataset) > 1:
-        raise UserError("--subset is of a single --dataset: leave it out of a mixture")
     if args.overfit_batch:
         args.lr_schedule = "constant"
     return frozen(args)

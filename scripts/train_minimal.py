@@ -8,7 +8,7 @@ of every data parallel recipe, and what does them here:
     process group   init_process_group(...)                 Accelerator(...), end_training()
     sampler         DistributedSampler(...), set_epoch      prepare(loader), loader.set_epoch
     DDP wrapper     DistributedDataParallel(model)          prepare(model)
-    rank 0 saves    if rank == 0: torch.save(state_dict)    save_state, weights.export
+    rank 0 saves    if rank == 0: torch.save(state_dict)    save_state, files.write_weights
 
 A copy needs only `utils/run`. It waits for its checkpoints, and does not say which process hangs or
 is slow. With a copy of `utils/scale`, a line after `guard` does:
@@ -31,12 +31,12 @@ from accelerate.utils import send_to_device, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from utils.run import ddp, entry, launch, weights
+from utils.run import ddp, entry, files, launch
 from utils.run.arguments import Parser, frozen
+from utils.run.ddp import seed_step
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 
 
 def build_data(args):  # EDIT: data
@@ -131,7 +131,7 @@ def main():
     metrics = evaluate(accelerator, model, val_loader, guard.watch)
     if accelerator.is_main_process:
         config = {"model": "minimal"}  # EDIT: model
-        weights.export(run.path, accelerator.unwrap_model(model), config)
+        files.write_weights(run.path, accelerator.unwrap_model(model), config)
     run.finish(step, **{f"val_{name}": value for name, value in metrics.items()})
     run.close()
     accelerator.end_training()

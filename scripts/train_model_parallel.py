@@ -54,15 +54,14 @@ from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import augment, normalize
 from utils.report import model_card, plots
 from utils.report.tracking import Trackers, start_profiler
-from utils.run import ddp, entry, launch, weights
-from utils.run.arguments import BATCH, Parser, frozen
-from utils.run.domains import number
+from utils.run import ddp, entry, files, launch
+from utils.run.arguments import BATCH, Parser, frozen, number
+from utils.run.ddp import seed_step
 from utils.run.failures import UserError
 from utils.run.folder import RunFolder
 from utils.run.guard import Guard
 from utils.run.metrics import memory_bytes
 from utils.run.plan import Plan
-from utils.run.seeds import seed_step
 from utils.scale import elastic
 from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
@@ -274,11 +273,11 @@ def main():
     data, held_out, description = load_data(accelerator, args)
     train_set = data.splits["train"]
     plan = Plan.from_args(args, len(train_set))
-    writer = BackgroundWriter(accelerator, args.wait_for_checkpoints)
+    writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
-        return model_card.upload(run.path, args.push_to_hub)  # if that failed before
+        return
     set_seed(args.seed)
     mean, std = (value.to(accelerator.device) for value in train_set.mean_and_std())
     model = Pipeline(build_blocks(len(data.class_names), args.width), stages, args.micro_batches)
@@ -344,14 +343,13 @@ def main():
     metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)
     if accelerator.is_main_process:
         config = {"model": "model_parallel", "width": args.width, "class_names": data.class_names}
-        weights.export(run.path, accelerator.unwrap_model(model), config)
+        files.write_weights(run.path, accelerator.unwrap_model(model), config)
     results = {f"{held_out}_{name}": value for name, value in metrics.items()}
     peaks = [memory_bytes(device) for device in stages]
     run.finish(step, **results, peak_memory_bytes_per_stage=peaks)
     if accelerator.is_main_process:
         plots.curves(run.path)
         model_card.write(run)
-        model_card.upload(run.path, args.push_to_hub)
     run.close()
     accelerator.end_training()
 

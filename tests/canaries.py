@@ -43,9 +43,9 @@ augmentation ignores the epoch (scripts/train_cifar.py)
 + batch["ids"], 0,
 = test_every_script.py -k 'each_epoch and train_cifar'
 
-every epoch cut at the same place (scripts/train_gpt.py)
-- set_offset(epoch)
-+ set_offset(0)
+every epoch in the same order (scripts/train_gpt.py)
+- train_loader.set_epoch(epoch)
++ train_loader.set_epoch(0)
 = test_every_script.py -k 'each_epoch and train_gpt'
 
 the loss is a mean of means (scripts/train_lm.py)
@@ -66,22 +66,17 @@ padding is scored (scripts/train_minimal.py)
 a stream of documents forgets its position (scripts/train_lm.py)
 - position = run.progress.get("position")
 + position = None
-= test_train_lm.py -k stream
+= test_streams.py
 
 the last evaluation takes a part, GPT (scripts/train_gpt.py)
-- model, build_eval_loader(accelerator, last)
-+ model, eval_loader
+- evaluate(accelerator, model, last_loader, progress)
++ evaluate(accelerator, model, eval_loader, progress)
 = test_gpt.py -k last_one_all
 
 no seed for dropout (scripts/train_gpt.py)
 - seed_step(accelerator, args.seed, step, len(losses))
 + pass
 = test_every_script.py -k 'same_bytes and train_gpt'
-
-a stream forgets its position (scripts/train_gpt.py)
-- run.progress.get("position")
-+ None
-= test_gpt.py -k stream_killed
 
 module. in the export (scripts/train_cifar.py)
 - accelerator.unwrap_model(model), config

@@ -1,4 +1,4 @@
-"""Counts what a training step costs a GPU, on a machine without one: launches, bytes, waits.
+"""Counts what a training step costs a GPU, on a machine without one: launches and bytes.
 
     python tests/step_costs.py train_gpt --dropout 0.2    # with arguments of the script; prints JSON
 
@@ -9,7 +9,8 @@ and the optimizer:
 
 - launches: operations that are not views. A few of them start more than one kernel.
 - bytes: each input is read once and each output written once, as if no cache helped.
-- waits: operations for which the host waits for the device.
+
+For what a step waits, `harness/gpu_rules.py` shows.
 
 Fake CUDA tensors change the process for good (`fake_cuda`), so tests start this file as a process.
 """
@@ -41,14 +42,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from utils.images.arrays import Split
 
 CUDA = torch.device("cuda", 0)
-# The host waits until the device has computed what they read, or how large their result is.
-WAITING = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
 # They start no kernel: they reserve memory, or keep books.
 FREE = {"empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided"}
-# They write their argument without reading it.
-FILLING = {"copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "random_"}
-# Of the first of their inputs they read only the rows that they return.
-GATHERING = {"embedding", "gather", "index", "index_select", "take"}
 
 
 # ---------------------------------------------------------------------------------------- counting
@@ -57,14 +52,11 @@ GATHERING = {"embedding", "gather", "index", "index_select", "take"}
 class Costs(TorchDispatchMode):
     """Counts the operations of a block that involve the device: `launches` and `bytes` by the name
     of the operation.
-
-    `waits`: (name, line of this project) of operations for which the host waits: those that need a
-    result of the device, and copies to or from it that are not `non_blocking`.
     """
 
     def __init__(self):
         super().__init__()
-        self.launches, self.bytes, self.waits = Counter(), Counter(), []
+        self.launches, self.bytes = Counter(), Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -82,12 +74,7 @@ class Costs(TorchDispatchMode):
             result = func(*args, **kwargs)
         outputs = _tensors(result)
         devices = {x.device.type for x in (*inputs, *outputs)}
-        if "cuda" not in devices:
-            return result
-        copies = "copy" in name and len(devices) > 1 and any(x.dim() for x in inputs)
-        if name in WAITING or (copies and not (kwargs.get("non_blocking") or True in args[2:3])):
-            self.waits.append((name, line()))
-        if name in WAITING or name in FREE:
+        if "cuda" not in devices or name in FREE:
             return result
         if func._schema.is_mutable or not _is_view(inputs, outputs):
             self.launches[name] += 1
@@ -96,9 +83,10 @@ class Costs(TorchDispatchMode):
 
     def report(self):
         """The counts as a dict for JSON."""
-        totals = dict(launches=self.launches.total(), bytes=self.bytes.total(), waits=self.waits)
-        by_op = zip(("launches", "bytes"), (self.launches, self.bytes), strict=True)
-        return totals | {f"{name}_by_op": dict(counted.most_common()) for name, counted in by_op}
+        found = {}
+        for name, counted in (("launches", self.launches), ("bytes", self.bytes)):
+            found |= {name: counted.total(), f"{name}_by_op": dict(counted.most_common())}
+        return found
 
 
 def _tensors(values):
@@ -112,19 +100,13 @@ def _is_view(inputs, outputs):
 
 
 def _bytes(func, args, kwargs, outputs):
-    name = func._schema.name.split("::")[1]
     read, written = {}, {_place(x): _size(x) for x in outputs}
     for place, argument in enumerate(func._schema.arguments):
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         sizes = {_place(x): _size(x) for x in _tensors(value)}
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes:
+        read |= sizes
+        if argument.alias_info is not None and argument.alias_info.is_write:
             written |= sizes
-        if place == 0 and name in GATHERING:
-            sizes = {key: min(size, sum(written.values())) for key, size in sizes.items()}
-        shape_only = name.startswith("new_") or name.endswith("_like")
-        if not shape_only and not (writes and name in FILLING):
-            read |= sizes
     return sum(read.values()) + sum(written.values())
 
 
@@ -136,19 +118,6 @@ def _size(x):
     """Bytes of the elements of a tensor; an expanded one has fewer than its shape says."""
     sides = (side for side, stride in zip(x.shape, x.stride(), strict=True) if stride)
     return x.element_size() * math.prod(sides) if x.numel() else 0
-
-
-def line():
-    """The innermost line of the project that is being executed."""
-    frame = sys._getframe(1)
-    while frame:
-        path = Path(frame.f_code.co_filename)
-        # A virtual environment may be in the folder of the project.
-        ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-        if ours and path.name not in ("step_costs.py", "gpu_rules.py"):
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
 
 
 # ----------------------------------------------------------------------------------- a GPU that is not there
@@ -234,12 +203,6 @@ def fake_cuda():
 # that computes the loss of a batch. Batches come from the memory of the host, as from a loader.
 
 
-def minimal_step(script, args, model):
-    x, y = on_host(args.batch_size, 2).float(), on_host(args.batch_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    return optimizer, lambda: script.compute_loss(model, *to_device(x=x, y=y).values())
-
-
 def cifar_step(script, args, model):
     images, labels = on_host(1000, 3, 32, 32).to(torch.uint8), on_host(1000)
     split = Split(*to_device(images=images, labels=labels).values())
@@ -294,7 +257,6 @@ def build_classifier(script, args):
 
 
 STEPS = {
-    "train_minimal": (lambda script, args: script.build_model(), minimal_step),
     "train_cifar": (lambda script, args: script.build_model(args.model, 10), cifar_step),
     "train_images": (build_classifier, images_step),
     "train_gpt": (build_gpt, gpt_step),

@@ -102,70 +102,8 @@ def test_every_module_is_used_and_on_the_map_of_the_rooms():
             assert dotted(path) in used and f"`{path.stem}`" in page, path.name
 
 
-def test_every_dependency_is_required():
-    """`requirements.txt` names each package that is imported; some are for train_lm.py only."""
-    files = [path for room in (*ROOMS, *PROGRAMS) for path in modules(room)]
-    scripts = {path.stem for room in PROGRAMS for path in modules(room)}
-    packages = {"PIL": "pillow", "yaml": "pyyaml"}
-    required, for_lm = (
-        set(re.findall(r"^[\w-]+", (ROOT / file).read_text(), re.MULTILINE))
-        for file in ("requirements.txt", "scripts/requirements_lm.txt")
-    )
-    importing = set()
-    for path in files:
-        names = {name.split(".")[0] for name in imports(path) if name}
-        names -= scripts | {"utils"} | set(sys.stdlib_module_names)
-        needed = {packages.get(name, name) for name in names}
-        assert needed <= required | for_lm, path.name
-        importing |= {path.stem for _ in needed & for_lm}
-    users = {path.stem for path in files if imports(path) & {f"utils.{name}" for name in importing}}
-    assert users <= {"train_lm"} | importing
-
-
-def imports_at_once(path, seen):
-    """The packages that importing a file of this project imports, through its own modules too."""
-    found = set()
-    for node in nodes(path)[0].body:
-        for name in imports_of(node):
-            own_file = ROOT / f"{name.replace('.', '/')}.py"
-            if not own_file.exists():
-                found.add(name.split(".")[0])
-            elif own_file not in seen:
-                seen.add(own_file)
-                found |= imports_at_once(own_file, seen)
-    return found
-
-
-def test_the_tests_are_collected_without_packages_that_few_need():
-    """On a machine with GPUs, torch, torchvision and accelerate are enough for `-m gpu`."""
-    few = {"datasets", "tensorboard", "matplotlib", "transformers", "peft", "trl"}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        skips = re.search(r'^\w+ = pytest.importorskip\("', path.read_text(), re.MULTILINE)
-        assert skips or not imports_at_once(path, set()) & few, path.name
-
-
 # ------------------------------------------------------------------------------------ the tests
 
-KNOWN = set(
-    "README.md requirements.txt conftest.py harness promises properties units test_gpu.py "
-    "test_gpu_path.py test_structure.py canaries.py mutation.py plot_topologies.py recipes.py "
-    "step_costs.py".split()
-)
-# Private names of libraries that tests need, because there is no public one.
-LIBRARY_NAMES = {
-    "_MEM_FORMAT_ENCODING": "names the layouts of tensors in an index of shards",
-    "_attn_implementation": "is the attention of a model of transformers",
-    "_exit": "ends a process as the product does",
-    "_is_amx_tile_supported": "says what a CPU computes",
-    "_is_avx512_bf16_supported": "says what a CPU computes",
-    "_mixed_precision": "is the precision of the state of Accelerate",
-    "_orig_mod": "prefixes the weights of a compiled model",
-    "_pytree": "finds tensors in nested values",
-    "_replace": "is public in a namedtuple",
-    "_shared_state": "is what all states of Accelerate share",
-    "_step_supports_amp_scaling": "marks the optimizers that unscale gradients themselves",
-    "_subclasses": "has tensors without data",
-}
 # They may reach into the product: they replace parts of it, or stand for Accelerate.
 REACH_INSIDE = {"wrapped.py", "fakes.py"}
 
@@ -191,22 +129,31 @@ def private_names(path, of_the_product):
         elif isinstance(node, ast.Constant) and node not in parts_of_words:
             # As in `setattr(x, "_y")` and `monkeypatch.setattr("utils.run.x._y", ...)`.
             named = re.fullmatch(r"[\w.]+", str(node.value))
-            names = of_the_product.intersection(str(node.value).split(".")) if named else []
-        for name in names:
-            if re.fullmatch(r"_[a-zA-Z]\w*", name) and name not in LIBRARY_NAMES:
-                yield f"{path.name}:{node.lineno} {name}"
+            names = str(node.value).split(".") if named else []
+        yield from (f"{path.name}:{node.lineno} {name}" for name in of_the_product & {*names})
+
+
+def defined(path):
+    """The functions, classes, variables and own attributes that a file defines."""
+    for node in nodes(path):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            if isinstance(node.ctx, ast.Store):
+                yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 def test_tests_use_no_private_name():
     """So the inside of the product can be rebuilt under the same tests."""
     product = [path for room in (*ROOMS, *PROGRAMS) for path in modules(room)]
-    names = {name for p in product for name in re.findall(r"\b_[a-zA-Z]\w*", p.read_text())}
+    names = {name for path in product for name in defined(path) if re.match("_[a-zA-Z]", name)}
+    names -= {"_exit", "_replace"}  # also of `os`, and of named tuples
     found = []
-    for path in files_of_tests("promises", "properties", "units"):
-        found += private_names(path, names)
-    for path in files_of_tests("harness"):  # nor through a wrapper
-        if path.name not in REACH_INSIDE:
-            found += [use for use in private_names(path, names) if use.split()[1] in names]
+    for path in files_of_tests("promises", "properties", "units", "harness"):
+        if path.name not in REACH_INSIDE:  # nor through another wrapper in the harness
+            found += private_names(path, names)
     assert not found, f"{len(found)} uses: {', '.join(found)}"
 
 
@@ -216,14 +163,6 @@ def test_promises_know_commands_and_files_only():
     for path in files_of_tests("promises"):
         names = {name for name in imports(path) if name.split(".")[0] in inside}
         assert not names and "load_script" not in path.read_text(), f"{path.name}: {names}"
-
-
-def test_every_test_is_in_its_room():
-    unknown = {path.name for path in (ROOT / "tests").iterdir()} - KNOWN
-    assert not {name for name in unknown if not name.startswith((".", "__"))}
-    rooms = (".", "harness", "promises", "properties", "units")
-    names = [path.name for path in files_of_tests(*rooms)]
-    assert len(names) == len(set(names)), "two files have the same name"
 
 
 # ----------------------------------------------------------------------------------- the scripts

@@ -54,5 +54,3 @@ def make_attention_deterministic():
     """
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(True)
-        # For the package flash-attn, as transformers calls it.
-        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")

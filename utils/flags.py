@@ -3,15 +3,11 @@
 `parser` is a `Parser`, and `group` a group of its flags.
 """
 
-import argparse
 from pathlib import Path
 
 from utils.compilation import MODES
-from utils.report.model_card import check_repository
-from utils.run.arguments import Parser, frozen
-from utils.run.domains import number
+from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
-from utils.run.process import is_main
 from utils.schedule import schedule
 
 WORKERS = number(int, 0, most=256)  # more than a machine has cores
@@ -26,7 +22,6 @@ MAY_CHANGE = {
     "track",
     "compile",
     "gradient_accumulation_steps",
-    "push_to_hub",
 }
 # Each flag that `add` knows, as the options of `add_argument`.
 FLAGS = {
@@ -55,9 +50,6 @@ FLAGS = {
         action="store_true",
         help="wait until each checkpoint is on disk, instead of writing a copy of the state in "
         "the background; saves the memory of the copy",
-    ),
-    "push_to_hub": dict(
-        metavar="REPO", help="upload the finished run to this model repository of the Hub"
     ),
     "track": dict(
         default="tensorboard",
@@ -97,7 +89,7 @@ FLAGS = {
     ),
 }
 OPTIMIZER = ("weight_decay", "max_grad_norm", "gradient_accumulation_steps")
-EXTRAS = ("wait_for_checkpoints", "push_to_hub", "track", "profile")
+EXTRAS = ("wait_for_checkpoints", "track", "profile")
 
 
 def add(group, *names, **defaults):
@@ -109,22 +101,20 @@ def add(group, *names, **defaults):
 
 def choice(parser, flag):
     """The value of `--flag`, read before the full parse: other defaults depend on it."""
-    return _given(flag) or parser.get_default(flag)
+    return given(flag) or parser.get_default(flag)
 
 
-def _given(flag):
+def given(flag):
     """What the command line says of `--flag`, as text; None: nothing."""
     parser = Parser(add_help=False)
     parser.add_argument(f"--{flag}", nargs="?")
     return getattr(parser.parse_known_args()[0], flag)
 
 
-def parse_with_checks(parser, fits=False):
+def parse_with_checks(parser):
     """Parses the command line, with `--dry_run` and `--overfit_batch`, which change the arguments.
 
     Both write to a folder of their own next to that of the run, which is emptied each time.
-
-    Args: fits (bool): note, for `fit_batch`, whether the batch size and the rate are defaults.
 
     Returns:
         Arguments: not frozen yet.
@@ -141,8 +131,6 @@ def parse_with_checks(parser, fits=False):
         help="train on one batch until the loss is about 0: can the model learn at all?",
     )
     args = parser.parse_args()
-    if fits:
-        args.defaults = [name for name in ("batch_size", "lr") if _given(name) is None]
     if getattr(args, "init_from", None) and args.resume not in ("auto", "never"):
         raise UserError(
             "--init_from starts a new run and --resume PATH continues one: give only one of them"
@@ -153,7 +141,7 @@ def parse_with_checks(parser, fits=False):
             "--checkpoint_every 0"
         )
     if args.dry_run or args.overfit_batch:
-        args.push_to_hub = args.patience = None
+        args.patience = None
     folder = Path(args.output_dir)
     folder = folder if folder.name not in ("", "..") else folder.resolve()
     if args.dry_run:
@@ -166,35 +154,4 @@ def parse_with_checks(parser, fits=False):
         # By default an epoch, which is one step.
         args.checkpoint_every = args.checkpoint_every or 0
         args.eval_every = args.eval_every or args.max_train_steps
-    if args.push_to_hub:
-        check_repository(args.push_to_hub)
     return args
-
-
-def fit_batch(args, samples, power, noun="training samples"):
-    """The arguments with a batch size that fits the data, if it is a default.
-
-    Such a batch has at most a quarter of the samples: the largest power of two, but 8 if there are
-    as many. A default learning rate falls with it. So they are the same on any number of processes.
-
-    Args:
-        samples (int | None): of the training set; None: of a stream, which has enough.
-        power (float): of the batch size, to which the learning rate is proportional: 1 for SGD
-            (arXiv:1706.02677), 0.5 for Adam (arXiv:2205.10287).
-        noun (str): what a sample is.
-
-    Returns:
-        Arguments.
-    """
-    values = dict(vars(args))
-    defaults = values.pop("defaults")
-    most = args.batch_size if samples is None else max(samples // 4, min(samples, 8), 1)
-    if "batch_size" in defaults and most < args.batch_size:
-        values["batch_size"] = 1 << (most.bit_length() - 1)
-        changed = f"batch size {values['batch_size']} instead of {args.batch_size}"
-        if "lr" in defaults:
-            values["lr"] = args.lr * (values["batch_size"] / args.batch_size) ** power
-            changed += f", and --lr {values['lr']:.2g} instead of {args.lr:g}"
-        if is_main():
-            print(f"{changed}, since there are {samples:,} {noun}")
-    return frozen(argparse.Namespace(**values))

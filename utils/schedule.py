@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from utils.run.domains import number, shown
+from utils.run.arguments import number, shown
 from utils.run.process import is_main
 
 NAMES = ("cosine", "linear", "wsd", "constant")

@@ -1,32 +1,24 @@
-"""Reads weights in any format: safetensors, pickles, checkpoints of any topology."""
+"""Reads the weights of a model from one file: safetensors, or a pickle that executes no code."""
 
 import json
-import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from safetensors import safe_open
 
 from utils.run import manifest
-from utils.run.checkpoint import CheckpointException, first_cause
 from utils.run.collectives import run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, regular_file
-from utils.scale.patches import Reader
 
 PICKLES = (".pth", ".pt", ".ckpt")
-SHARDS = "pytorch_model_fsdp_0"  # where Accelerate saves the weights of a sharded model
-AVERAGED = "custom_checkpoint_0.pkl"  # where it saves the first registered object
 # Where the training scripts of torchvision and timm, of Lightning and many others, put the weights.
 ENTRIES = ("model", "state_dict", "model_state_dict")
 # Of DDP and averaged weights, of torch.compile, and of classes that hold a model, such as
 # Lightning's.
 WRAPPERS = ("module", "_orig_mod", "model")
-DAMAGE = (OSError, EOFError, RuntimeError, ValueError, SafetensorError)
 
 
 class Saved(NamedTuple):
@@ -49,11 +41,26 @@ class Saved(NamedTuple):
     run: Path
 
 
-def read(path):
-    """Reads weights from a run's folder, one of its checkpoints, a `.safetensors`, `.pth` or `.pt`.
+def load(file):
+    """The tensors (dict) in a file, by plain name, and the config of the model (dict | None)."""
+    if file.suffix in PICKLES:
+        return _load_pickle(file), None
+    if not file.exists() and manifest.read(file.parent):
+        raise UserError(
+            "only scripts/evaluate.py reads a checkpoint of a sharded run: finish the run, then "
+            "give its folder"
+        )
+    with safe_open(regular_file(file), framework="pt") as opened:
+        state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        config = json.loads((opened.metadata() or {}).get("config", "null"))
+    return unwrapped(state), config
 
-    Any topology may have written them. Of a checkpoint of a run that averages its weights
-    with an `AveragedModel`, these are the averaged ones, as they are in the run's final weights.
+
+def read(path, load=load):
+    """Reads weights from a `.safetensors`, `.pth` or `.pt` file, or the `model.safetensors` of a
+    run's folder or one of its checkpoints.
+
+    Args: load: reads the file; `utils.checkpoint_weights` has one for sharded checkpoints.
 
     Returns:
         Saved: the weights, the config of the model, and the arguments of the run.
@@ -62,35 +69,23 @@ def read(path):
         UserError: there is no such file, it holds no weights, or loading it would execute code.
     """
     file = _find(Path(path))
-    sharded = (file.parent / SHARDS).exists() and not file.exists()
-    place = file.parent / SHARDS if sharded else file
     try:
-        if sharded:
-            state, config = _read_shards(place), None
-        elif file.suffix in PICKLES:
-            state, config = _read_pickle(file), None
-        else:
-            state, config = _read_safetensors(file)
-        return _described(file, _read_averaged(file.parent) or state, config)
-    except (Exception, CheckpointException) as error:
-        cause = first_cause(error)
-        reason = str(cause).partition("\n")[0] or type(cause).__name__
-        reason = reason if place.exists() else "no such file"
-        if isinstance(cause, UnpicklingError):
+        state, config = load(file)
+    except Exception as error:  # a damaged pickle raises errors of any type
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        if isinstance(error, FileNotFoundError):
+            reason = "no such file"
+        elif isinstance(error, UnpicklingError):
             reason = f"it would execute code when loaded: {reason}"
-        elif not isinstance(cause, DAMAGE):
-            if file.suffix not in PICKLES:  # a damaged one raises errors of any type
-                raise
-            reason = f"it is damaged ({type(cause).__name__})"
-        raise UserError(f"cannot read weights from {place}: {reason}") from None
+        raise UserError(f"cannot read weights from {file}: {reason}") from None
+    return _described(file, state, config)
 
 
 def _find(path):
-    """The file `model.safetensors` of a run or a checkpoint; or `path` itself, if it is a file."""
+    """The `model.safetensors` of a run or its newest checkpoint; or `path` itself, if a file."""
     if not path.is_dir():
         return path
-    whole = any((path / name).exists() for name in ("model.safetensors", SHARDS))
-    if not (whole or manifest.read(path)):
+    if not ((path / "model.safetensors").exists() or manifest.read(path)):
         checkpoints = manifest.all_in(path)
         if not checkpoints:
             raise UserError(f"{path} holds neither model.safetensors nor a checkpoint")
@@ -108,24 +103,6 @@ def _described(file, state, config):
         run = folder.parents[1] if folder.parent.name == "checkpoints" else folder.parent
         config = config or saved["progress"].get("config")
     return Saved(state, config, record.get("arguments", {}), record.get("data", {}), file, run)
-
-
-def _read_safetensors(file):
-    """The tensors of a file, by plain name, and the config of the model (dict | None)."""
-    with safe_open(regular_file(file), framework="pt") as opened:
-        state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        config = json.loads((opened.metadata() or {}).get("config", "null"))
-    return unwrapped(state), config
-
-
-def _read_averaged(folder):
-    """The averaged weights that were registered for checkpointing; None without any."""
-    if not (folder / AVERAGED).exists():
-        return None
-    saved = torch.load(regular_file(folder / AVERAGED), map_location="cpu", weights_only=True)
-    if not isinstance(saved, dict) or "n_averaged" not in saved:
-        return None
-    return unwrapped({name: value for name, value in saved.items() if name != "n_averaged"})
 
 
 def initialize(accelerator, model, path):
@@ -179,23 +156,25 @@ def load_into(model, state, place, file):
         UserError: they are those of another model.
     """
     own, state = model.state_dict(), fitted(state, model)
-    wrapper, other = shared_prefix(state), f"{place} holds another model"
-    if wrapper and wrapper != shared_prefix(own):
-        other = f"{place} (all its names begin with `{wrapper}`) holds another model"
     last_layer = next(reversed(own)).rpartition(".")[0] + "."
+
+    def differs(name):
+        return not (name in own and name in state and state[name].shape == own[name].shape)
+
     replaced = [name for name in own if name.startswith(last_layer)]
-    if all(name in state and state[name].shape == own[name].shape for name in replaced):
+    if not any(map(differs, replaced)):
         replaced = []
-    expected = {name: value for name, value in own.items() if name not in replaced}
-    for name, value in expected.items():
-        if name not in state:
-            raise UserError(f"{other}: it has no {name}")
-        if state[name].shape != value.shape:
-            shapes = f"{list(state[name].shape)}, not {list(value.shape)}"
-            raise UserError(f"{other}: its {name} is {shapes}")
-    unknown = [name for name in state if name not in own and not name.startswith(last_layer)]
-    if unknown:
-        raise UserError(f"{other}: this one has no {min(unknown)}")
+    expected = [name for name in own if name not in replaced]
+    others = [name for name in state if not name.startswith(last_layer)]
+    wrong = [name for name in (*expected, *others) if differs(name)]
+    if wrong:
+        name, first = wrong[0], next(iter(state), "nothing")
+        there = list(state[name].shape) if name in state else "missing"
+        here = list(own[name].shape) if name in own else "missing"
+        raise UserError(
+            f"{place} holds another model: {name} is {there} there and {here} here (the first "
+            f"weight there is {first})"
+        )
     model.load_state_dict({name: state[name] for name in expected}, strict=False)
     said = f"{len(expected)} of {len(own)} tensors initialized from {file}"
     if replaced:
@@ -211,32 +190,15 @@ def unwrapped(state):
     part of a model.
     """
     state = {name.replace("._orig_mod.", "."): value for name, value in state.items()}
-    while prefix := shared_prefix(state, WRAPPERS):
+    while True:
+        prefix = next(iter(state), "").partition(".")[0] + "."
+        shared = all(name.startswith(prefix) for name in state)
+        if not shared or prefix[:-1] not in WRAPPERS:
+            return state
         state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
 
 
-def shared_prefix(state, allowed=None):
-    """The first part of all names, such as `module.`; None if there is none, or none `allowed`."""
-    firsts = {name.partition(".")[0] if "." in name else None for name in state}
-    first = firsts.pop() if len(firsts) == 1 else None
-    return f"{first}." if first and (allowed is None or first in allowed) else None
-
-
-def _read_shards(folder):
-    manifest.refuse_links(folder)
-    reader = Reader(folder)
-    state = {
-        name: torch.empty(found.size, dtype=found.properties.dtype)
-        for name, found in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(found, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings(action="ignore"):  # one says that this process loads alone
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    return unwrapped(state)
-
-
-def _read_pickle(file):
+def _load_pickle(file):
     """The weights in a file of `torch.save`, which may hold more; executes no code."""
     state = torch.load(regular_file(file), map_location="cpu", weights_only=True)
     for key in ENTRIES:

@@ -36,10 +36,8 @@ import lm
 import peers
 import records
 
-from utils.report.output import writing_to
 from utils.run import devices, entry
-from utils.run.arguments import Parser
-from utils.run.domains import number
+from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
 from utils.run.files import write_json, write_text
 from utils.run.record import versions
@@ -96,8 +94,8 @@ def hardware():
 
 def main():
     args = parse_args()
-    with writing_to(args.output_dir) as folder:
-        pass  # if it cannot be made, say so before hours of measuring
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)  # before hours of measuring
     possible = [name for name in BENCHMARKS if name not in NEEDS or getattr(args, NEEDS[name])]
     names, figures = list(dict.fromkeys(args.names)) or possible, {}
     for name in names:

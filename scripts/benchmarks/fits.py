@@ -13,10 +13,11 @@ from pathlib import Path
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from utils.language import fit
+from utils.language import causal_lm, lm_loss
 
+GIB = causal_lm.GIB
 BLOCK = 4096
 DISK = 2e9  # bytes per second that a machine reads
 # Published sizes: layers, width, inner width, heads, heads of keys and values, tokens.
@@ -40,15 +41,32 @@ JOBS = [
 ]
 
 
+def activations(config):
+    """The bytes of the activations of a block of tokens, recomputed layer by layer.
+
+    About those that a decoder keeps for the backward pass (V. Korthikanti et al.,
+    arXiv:2205.05198), without the scores of attention.
+    """
+    heads = config.num_attention_heads + config.num_key_value_heads
+    # Two norms with their inputs, two sums; queries, keys, values and what attention returns; the
+    # two inner states of the perceptron, before and after the activation.
+    layer = 6 * config.hidden_size + 2 * heads * config.head_dim + 4 * config.intermediate_size
+    kept = BLOCK * (layer + config.num_hidden_layers * config.hidden_size) * 2
+    # Of a chunk of the loss: the logits, those in float32, and their gradient.
+    return kept + 3 * 4 * min(BLOCK * config.vocab_size, lm_loss.LOGITS)
+
+
 def row(name, gpus, frozen):
     """A row of the table: a model, GPUs, and the dtype of frozen weights or None."""
     config = LlamaConfig(**dict(zip(NAMES.split(), MODELS[name], strict=False)), head_dim=128)
     config.vocab_size, config.tie_word_embeddings = MODELS[name][-1], config.hidden_size < 2048
-    sizes = fit.measure(config, frozen)
-    need = fit.estimate(sizes, fit.Job(gpus, gpus, BLOCK, BLOCK, True, True))
-    files, checkpoint = 2 * sizes.parameters, 12 * sizes.trained  # bf16; weights and two moments
-    export = 4 * sizes.trained if frozen else files
-    cells = [f"{value / fit.GIB:.1f}" for value in (*need, sum(need))]
+    need = *causal_lm.estimate_memory(config, frozen, gpus, gpus, True), activations(config)
+    with torch.device("meta"):
+        parameters = LlamaForCausalLM(config).num_parameters()
+    trained = parameters * causal_lm.LORA if frozen else parameters
+    files, checkpoint = 2 * parameters, 12 * trained  # bf16; weights and two moments
+    export = 4 * trained if frozen else files
+    cells = [f"{value / GIB:.1f}" for value in (*need, sum(need))]
     machines = -(-gpus // 8)
     cells += [f"{files / machines / DISK:.0f} s", f"{checkpoint / 1e9:.1f}", f"{export / 1e9:.1f}"]
     return [name, "LoRA" if frozen else "all weights", str(gpus), *cells]

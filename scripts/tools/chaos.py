@@ -29,8 +29,7 @@ sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 import psutil
 
 from utils.run import entry, process
-from utils.run.arguments import Parser
-from utils.run.domains import number
+from utils.run.arguments import Parser, number
 from utils.run.failures import RunFailed, UserError
 from utils.run.output import plural
 

@@ -43,10 +43,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from utils.report.output import columns, writing_to
 from utils.run import launch
-from utils.run.arguments import SECONDS, Parser
-from utils.run.domains import number
+from utils.run.arguments import SECONDS, Parser, number
 from utils.run.entry import run
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import write_json
@@ -176,13 +174,14 @@ def problems_of(entries):
 
 def table(entries):
     """The table of processes, as text."""
-    rows = [("rank", "host", "local", "device", "memory", "backend", "torch")]
+    line = "{:<4}  {:<20}  {:<5}  {:<45}  {:<8}  {:<7}  {}".format
+    lines = [line("rank", "host", "local", "device", "memory", "backend", "torch")]
     for entry in entries:
         device = f"{entry['device']} {entry['uuid'][:13]}" if entry["uuid"] else entry["device"]
         memory, torch_version = entry["memory_bytes"] / 2**30, entry["versions"]["torch"]
-        where = (str(entry["rank"]), entry["host"], str(entry["local_rank"]), device)
-        rows.append((*where, f"{memory:.0f} GiB", entry["backend"], torch_version))
-    return columns(rows)
+        where = (entry["rank"], entry["host"], entry["local_rank"], device)
+        lines.append(line(*where, f"{memory:.0f} GiB", entry["backend"], torch_version))
+    return "\n".join(lines)
 
 
 # -------------------------------------------------------------------------- speed of communication
@@ -262,19 +261,22 @@ def measure_all_reduce(device, max_bytes):
 
 def summarize(rows, entries):
     """The measured all-reduces as a table, and what they mean for training."""
-    cells = [("message", "time", "bus bandwidth")]
+    line = "{:<9}  {:<14}  {}".format
+    lines = [line("message", "time", "bus bandwidth")]
     for row in rows:
         size, milliseconds = row["bytes"] / 2**10, row["seconds"] * 1e3
         size = f"{size:.0f} KiB" if size < 1024 else f"{size / 1024:g} MiB"
-        cells.append((size, f"{milliseconds:.3f} ms", f"{row['bus_bandwidth'] / 1e9:.2f} GB/s"))
+        bandwidth = f"{row['bus_bandwidth'] / 1e9:.2f} GB/s"
+        lines.append(line(size, f"{milliseconds:.3f} ms", bandwidth))
     latency, best = rows[0]["seconds"], max(row["bus_bandwidth"] for row in rows)
     times = []
     for millions in (10, 100, 1000):
         seconds = latency + 4e6 * millions / best * 2 * (WORLD - 1) / WORLD
         times.append(f"{seconds * 1e3:,.0f} ms for {millions:,} million")
+    measured = "\n".join(lines)
     machines = plural(len({entry["host"] for entry in entries}), "machine")
     return (
-        f"all-reduce over {dist.get_backend()}\n{columns(cells)}\n\n"
+        f"all-reduce over {dist.get_backend()}\n{measured}\n\n"
         f"{WORLD} processes on {machines} can communicate: "
         f"{latency * 1e6:,.0f} us for the smallest message, {best / 1e9:.2f} GB/s "
         f"bus bandwidth at best.\nAveraging float32 gradients takes about {', '.join(times)} "
@@ -312,8 +314,9 @@ def main():
     if RANK == 0:
         print(f"\n{summarize(rows, entries)}")
         record = {"processes": entries, "all_reduce": rows}
-        with writing_to(args.output_dir) as folder:
-            write_json(folder / "topology.json", record)
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "topology.json", record)
     dist.destroy_process_group()
 
 

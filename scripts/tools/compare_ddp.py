@@ -65,11 +65,9 @@ from utils.data.sharing import agree, local_main_first
 from utils.images.arrays import load_arrays, on_device
 from utils.images.augment import normalize
 from utils.report import plots
-from utils.report.output import writing_to
 from utils.run import entry, launch
-from utils.run.arguments import BATCH, Parser
+from utils.run.arguments import BATCH, Parser, number
 from utils.run.collectives import run_on_main
-from utils.run.domains import number
 from utils.run.failures import RunFailed, UserError
 from utils.run.files import write_json
 
@@ -305,9 +303,10 @@ def conclude(records, results, args):
         f"{', '.join(f'{loss:.6f}' for loss in own)}\n"
         f"their mean: {mean:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
-    with writing_to(args.output_dir) as folder:
-        draw(folder / "loss_curves.png", records, processes)
-        write_json(folder / "results.json", results)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw(folder / "loss_curves.png", records, processes)
+    write_json(folder / "results.json", results)
 
     differences = results["gradients"].items()
     largest = max(value for case, value in differences if "uncorrected" not in case)

@@ -20,7 +20,6 @@ from safetensors import safe_open
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
 from utils import flags
 from utils.report import plots
-from utils.report.output import columns, writing_to
 from utils.report.plots import for_plot
 from utils.run import entry, manifest
 from utils.run.arguments import MAY_CHANGE, Parser
@@ -111,6 +110,16 @@ def table(runs, metric):
         return results
     header = ("argument", *(run["name"] for run in runs))
     return f"{results}\n\n{columns([header, *differing])}"
+
+
+def columns(rows):
+    """Formats rows of strings as lines of text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def differences(first, run):
@@ -219,9 +228,9 @@ def main():
     metric = choose_metric(runs, args.metric)
     print(table(runs, metric))
     print(*filter(None, (differences(runs[0], run) for run in runs[1:])), sep="\n")
-    with writing_to(args.output_dir) as folder:
-        path = folder / "compare_runs.png"
-        draw(path, runs, metric)
+    path = Path(args.output_dir) / "compare_runs.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(path, runs, metric)
     print(f"curves: {path}")
 
 

@@ -38,10 +38,8 @@ from typing import NamedTuple
 
 # Finds `utils` and the training scripts next to this script (a copy) or above (the repository).
 sys.path[1:1] = map(str, Path(__file__).resolve().parents[1:3])
-from utils.report.output import columns, writing_to
 from utils.run import entry
-from utils.run.arguments import Parser
-from utils.run.domains import number
+from utils.run.arguments import Parser, number
 from utils.run.failures import UserError
 from utils.run.files import write_json
 from utils.run.output import notice
@@ -103,14 +101,16 @@ def predict(args, link):
 
 def table(rows):
     """What `predict` returned, as text."""
-    cells = [("processes", "same batch each", "efficiency", "same global batch", "efficiency")]
+    line = "{:<9}  {:<15}  {:<10}  {:<17}  {}".format
+    header = ("processes", "same batch each", "efficiency", "same global batch", "efficiency")
+    lines = [line(*header)]
     for row in rows:
         figures = [str(row["processes"])]
         for kind in ("weak", "strong"):
             figures.append(f"{row[f'{kind}_seconds'] * 1e3:.2f} ms")
             figures.append(f"{row[f'{kind}_efficiency']:.1%}")
-        cells.append(figures)
-    return columns(cells)
+        lines.append(line(*figures))
+    return "\n".join(lines)
 
 
 def summarize(args, rows):
@@ -153,8 +153,9 @@ def main():
     )
     record = {"latency": link.latency, "bandwidth": link.bandwidth, "rows": rows}
     record["ddp_bytes"] = args.parameters * DDP_BYTES
-    with writing_to(args.output_dir) as folder:
-        write_json(folder / "scaling.json", record)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "scaling.json", record)
 
 
 def read_link(args):

@@ -94,13 +94,12 @@ def with_template(tokenizer, template):
     return tokenizer
 
 
-def token_stream(sources, tokenizer, block_size, micro_batch, *, lanes=8, share=(0, 1), **options):
-    """A stream of names or blocks; `options` are its own, those of its share, or settings."""
+def token_stream(name, tokenizer, block_size, micro_batch, *, lanes=8, share=(0, 1), **options):
+    """A stream of documents; `options` are its buffer, the position of its share, or settings."""
     from utils.language.lanes import Share
     from utils.language.packing import TokenSettings
-    from utils.language.tokens import open_stream
+    from utils.language.tokens import BUFFER, open_stream
 
-    own = {name: options.pop(name) for name in ("weights", "buffer") if name in options}
+    buffer = options.pop("buffer", BUFFER)
     share = Share(lanes, micro_batch, *share, options.pop("position", None))
-    sources = [sources] if isinstance(sources, str) else sources
-    return open_stream(sources, TokenSettings(tokenizer, block_size, **options), share, **own)
+    return open_stream(name, TokenSettings(tokenizer, block_size, **options), share, buffer)

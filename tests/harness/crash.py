@@ -6,8 +6,8 @@ the C++ of torch, the Rust of safetensors. From any prefix of the operations, `s
 can be on the disk: everything that was done, if only the process died; if the machine lost power,
 at least what an fsync has covered.
 
-`crash_operations.jsonl` has the operations of one run, for machines without strace, and for the
-quick test. Delete it, and the slow test records it anew.
+`crash_operations.jsonl` has the operations of one run, for the quick test, which needs no strace.
+Delete it, and the slow test records it anew.
 """
 
 import json
@@ -194,17 +194,25 @@ def states(operations):
 
 
 def save_record(operations):
-    """Writes operations to `crash_operations.jsonl`; of the data of checkpoints only the size."""
-    lines = []
-    for name, path, *more in operations:
-        if name == "write":
-            text = "status" in path or path.endswith(".jsonl")
-            more[1] = more[1].decode() if text else len(more[1])
-            if not text and lines[-1][:2] == [name, path]:  # in several parts
-                lines[-1][3] += more[1]
-                continue
-        lines.append([name, path, *more])
-    RECORDED.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    """Writes the operations up to the last checkpoint to `crash_operations.jsonl`: of a write, in
+    place of the data, the path at which they end, or the text of a status, or the beginning of a
+    line of the log.
+    """
+    last = max(i for i, (_, path, *_) in enumerate(operations) if "checkpoints" in path)
+    disk, paths, lines = Disk(), {}, []
+    for name, path, *more in operations[: last + 1]:
+        disk.apply(name, path, *more)
+        # A file gets its final name later.
+        paths |= {node: at for at, node in disk.walk() if "/." not in at or node not in paths}
+        if name == "write" and path.endswith(".jsonl"):
+            more = [re.match(r'{"split": "\w+", "step": \d+', more[1].decode())[0]]
+        elif name == "write":
+            more = [more[1].decode() if "status" in path else disk.find(path)]
+        if [name, path, *more] not in lines[-1:]:  # a file is written in several parts
+            lines.append([name, path, *more])
+    with RECORDED.open("w") as file:
+        for line in lines:
+            file.write(json.dumps([paths.get(part, part) for part in line]) + "\n")
 
 
 def load_record(files):
@@ -214,33 +222,15 @@ def load_record(files):
         files (dict): what that run has left (see `read`), all checkpoints included.
     """
     operations = [json.loads(line) for line in RECORDED.read_text().splitlines()]
-    disk, writes, names = Disk(), [], {}
     for operation in operations:
         if operation[0] == "write":
-            path, data = operation[1], operation[3]
-            if isinstance(data, int):
-                writes.append((operation, disk.find(path)))
-                operation[3] = bytes(data)
-            elif path.endswith(".jsonl"):  # the line of the same step: numbers may differ
-                lines = {_place(line): line for line in files[path].splitlines(keepends=True)}
-                operation[3] = lines[_place(data)]
+            path, data = operation[1], operation[2].encode()
+            if path.endswith(".jsonl"):  # the line of the same step: numbers may differ
+                lines = files[path].splitlines(keepends=True)
+                operation[2:] = None, next(line for line in lines if line.startswith(data))
             else:
-                operation[3] = data.encode()
-        disk.apply(*operation)
-        # Most files get their final names later.
-        names |= {node: path for path, node in disk.walk() if files.get(path) is not None}
-    last = {node: operation for operation, node in writes}
-    for operation, node in writes:
-        if node in names:
-            _, _, offset, data = operation
-            end = None if operation is last[node] else offset + len(data)
-            operation[3] = files[names[node]][offset:end]
+                operation[2:] = 0, files.get(operation[2], data)
     return operations
-
-
-def _place(line):
-    values = json.loads(line)
-    return values["split"], values["step"]
 
 
 def read(folder):

@@ -6,55 +6,49 @@ A group of processes takes tensors of the device only, as NCCL does, unless it w
 """
 
 import contextlib
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import data_loader
 from accelerate.state import PartialState
-from step_costs import WAITING, line
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What `torch.use_deterministic_algorithms` documents to have no deterministic algorithm on GPUs,
-# and the operations of which that is true.
-NOT_DETERMINISTIC = {
-    "nn.AvgPool3d": ["avg_pool3d_backward"],
-    "nn.AdaptiveAvgPool2d": ["_adaptive_avg_pool2d_backward"],
-    "nn.AdaptiveAvgPool3d": ["_adaptive_avg_pool3d_backward"],
-    "nn.AdaptiveMaxPool2d": ["adaptive_max_pool2d_backward"],
-    "nn.FractionalMaxPool2d": ["fractional_max_pool2d_backward"],
-    "nn.FractionalMaxPool3d": ["fractional_max_pool3d_backward"],
-    "nn.MaxUnpool1d": ["max_unpool2d"],
-    "nn.MaxUnpool2d": ["max_unpool2d"],
-    "nn.MaxUnpool3d": ["max_unpool3d"],
-    "nn.functional.interpolate": [
-        *("upsample_linear1d_backward", "upsample_trilinear3d_backward"),
-        *("upsample_bilinear2d_backward", "_upsample_bilinear2d_aa_backward"),
-        *("upsample_bicubic2d_backward", "_upsample_bicubic2d_aa_backward"),
-    ],
-    "nn.ReflectionPad1d": ["reflection_pad1d_backward"],
-    "nn.ReflectionPad2d": ["reflection_pad2d_backward"],
-    "nn.ReflectionPad3d": ["reflection_pad3d_backward"],
-    "nn.NLLLoss": ["nll_loss2d_forward"],  # of images: that of rows is deterministic
-    "nn.CTCLoss": ["_ctc_loss_backward", "_cudnn_ctc_loss"],
-    "nn.EmbeddingBag": ["_embedding_bag_backward", "_embedding_bag_dense_backward"],
-    "Tensor.put_": ["put_"],
-    "histc": ["histc"],
-    "bincount": ["bincount"],  # with weights
-    "median": ["median"],  # with indices
-    "nn.functional.grid_sample": ["grid_sampler_2d_backward", "grid_sampler_3d_backward"],
-    "Tensor.scatter_reduce": ["scatter_reduce", "scatter_reduce_"],
-    "Tensor.resize_": [],  # of quantized tensors
-}
-FORBIDDEN = {f"aten::{name}" for names in NOT_DETERMINISTIC.values() for name in names}
+ROOT = Path(__file__).resolve().parents[2]
+# Of the operations that `torch.use_deterministic_algorithms` documents to have no deterministic
+# algorithm on GPUs, those that models of texts and images use.
+FORBIDDEN = """
+_adaptive_avg_pool2d_backward adaptive_max_pool2d_backward upsample_bilinear2d_backward
+_upsample_bilinear2d_aa_backward upsample_bicubic2d_backward reflection_pad2d_backward
+nll_loss2d_forward _ctc_loss_backward _embedding_bag_backward _embedding_bag_dense_backward put_
+histc bincount median grid_sampler_2d_backward scatter_reduce scatter_reduce_
+""".split()
+FORBIDDEN = {f"aten::{name}" for name in FORBIDDEN}
+# The host waits until the device has computed what they read, or how large their result is.
+WAITING = {"_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero"}
 
 DEVICE = torch.device("cpu", 0)
 # The types that NCCL sends, apart from 8-bit floats.
 SENT = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}
 SENT |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+
+
+def line():
+    """The innermost line of the project that is being executed."""
+    frame = sys._getframe(1)
+    while frame:
+        path = Path(frame.f_code.co_filename)
+        # A virtual environment may be in the folder of the project.
+        ours = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+        if ours and path.name != "gpu_rules.py":
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
 
 
 class Rules(TorchDispatchMode):

@@ -20,6 +20,7 @@ from scripts.tools.chaos import CLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 
+WRAPPED = str(ROOT / "tests" / "harness" / "wrapped.py")
 CIFAR, GPT = "scripts/train_cifar.py", "scripts/train_gpt.py"
 COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
 LIMIT = 450  # seconds for one launch, so that a hang fails one test and does not block the suite
@@ -45,11 +46,15 @@ def some_slow(names, *slow):
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
 
 
-def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=()):
+def command(
+    config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=(), faults=""
+):
     """The command line for `script` (a path below `root`); without `config`, it starts Python and
     `launcher` (if any) directly.
 
-    `host`: the words that start a command on another machine.
+    Args:
+        host (tuple[str]): the words that start a command on another machine.
+        faults (str): names of faults that `wrapped.py` injects, as "die_in_step@6".
     """
     start = [*host, sys.executable, *(() if config else launcher)]
     if config:
@@ -60,7 +65,8 @@ def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(
     arguments = arguments.split() if isinstance(arguments, str) else list(arguments)
     if output_dir:
         arguments += ["--output_dir", str(output_dir)]
-    return [*start, str(root / script), *arguments]
+    wrapped = [word for fault in faults.split() for word in (WRAPPED, fault)]
+    return [*start, *wrapped, str(root / script), *arguments]
 
 
 def run(config, script, arguments="", *, check=True, cold=None, **kwargs):
@@ -237,3 +243,29 @@ def run_once(made_once, name, *args, **kwargs):
         return done
 
     return made_once(name, make)
+
+
+def run_as_if_killed(config, script, words, folder, **options):
+    """Runs a script, and then from what a kill in step 6 would have left: the result is the same.
+
+    Args: words (str): its arguments, for 8 steps, with a checkpoint after the fourth.
+
+    Returns:
+        Path: the folder of the whole run.
+    """
+    whole, killed = folder / "whole", folder / "killed"
+    words += " --gradient_accumulation_steps 2 --keep_checkpoints 9"
+    run(config, script, words, output_dir=whole, **options)
+    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns(".lock", "*.safetensors"))
+    weights = whole / "checkpoints" / "step_00000004"
+    shutil.copytree(weights, killed / "checkpoints" / weights.name, dirs_exist_ok=True)
+    (killed / "results.json").unlink()
+    shutil.rmtree(killed / "checkpoints" / "step_00000008")
+    state = status(killed) | {"state": "running", "step": 5}
+    (killed / "status.json").write_text(json.dumps(state))
+    run(config, script, words, output_dir=killed, **options)
+    assert results(killed)["resumed_from"] == 4
+    assert final_weights(killed) == final_weights(whole)
+    for split in ("train", "val"):
+        assert column(killed, "loss", split) == column(whole, "loss", split)
+    return whole

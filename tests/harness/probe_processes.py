@@ -23,6 +23,7 @@ from utils.scale import fsdp
 on_cpu = launch.set_up(shards=True)
 fsdp.set_up(on_cpu)
 accelerator = Accelerator(cpu=on_cpu)
+fsdp.configure(accelerator)
 own = torch.tensor(accelerator.process_index + 1.0, device=accelerator.device)
 total = accelerator.reduce(own, "sum").item()
 mesh = accelerator.torch_device_mesh

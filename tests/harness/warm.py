@@ -30,7 +30,6 @@ from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000  # from <linux/sched.h>
-MADV_COLLAPSE, HUGE = 25, 2**21  # from <linux/mman.h>; bytes
 ADDRESS = "WARM_SERVER"  # the environment variable that names the server's socket
 TESTS = Path(__file__).resolve().parents[1]
 # Without them, /proc could not show a program's own arguments and environment in place of the
@@ -144,7 +143,6 @@ def serve(address):
     for name in HEAVY:
         with contextlib.suppress(ModuleNotFoundError):  # its tests are skipped
             importlib.import_module(name)
-    _use_huge_pages()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors below
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
@@ -155,22 +153,6 @@ def serve(address):
             listener.close()
             _supervise(connection)
         connection.close()
-
-
-def _use_huge_pages():
-    """Moves this process's memory into pages of 2 MB, which halves the time of a fork.
-
-    A kernel before 6.1 refuses this, and forks take as long as before.
-    """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, mode, *_, inode = line.split()[:5]
-        if "w" in mode and inode == "0":  # not of a file
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
-            if start < end:
-                madvise(start, end - start, MADV_COLLAPSE)
 
 
 def _supervise(connection):

@@ -7,7 +7,7 @@ that rank. For the faults that have an argument, that is what follows the colon.
 This is the one place of the tests that may reach into the product: into what the strings that begin
 with "utils." name, and `manifest.SHARED_CHECKS`, `process.signal_name` and
 `BackgroundWriter.wait_for_newest`. Of what is private in libraries, it uses `_models`, `_mixed_precision` and
-`_prepare_backend` of Accelerate, and `StateDictStager` and `torch._dynamo.utils` of torch.
+`_prepare_backend` of Accelerate, and `StateDictStager` of torch.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import pathlib
 import pkgutil
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -127,22 +126,9 @@ def lose_machine():
     die()
 
 
-def lose_power():
-    """Tells nobody: the packets that the kernel sends when processes die do not leave."""
-    complete_checkpoint()
-    subprocess.run(["ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"], check=True)
-    lose_machine()
-
-
-def send(*numbers, seconds=0):
-    """A function that sends signals to this process, and waits for so long."""
-
-    def act():
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        time.sleep(seconds)
-
-    return act
+def send(*numbers):
+    """A function that sends signals to this process."""
+    return lambda: [os.kill(os.getpid(), number) for number in numbers]
 
 
 def exhaust_memory():
@@ -169,7 +155,6 @@ BEFORE = {
     "die_while_written": ("torch.save", kill),
     "lost_in_step": (STEP, lose_machine),
     "lost_in_save": (SAVE, lose_machine),
-    "power_lost_in_step": (STEP, lose_power),
     "sigterm_in_step": (STEP, send(signal.SIGTERM)),
     "signals_in_step": (STEP, send(signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM)),
     "sigterm_in_evaluation": (EVALUATION, send(signal.SIGTERM)),
@@ -177,22 +162,16 @@ BEFORE = {
     "sighup_in_step": (STEP, send(signal.SIGHUP)),
     # This rank never reaches its next collective; the others must give up on their own.
     "hang": (STEP, signal.pause),
-    "unreachable": ("torch.distributed.init_process_group", signal.pause),
     "out_of_memory": (STEP, exhaust_memory),
     # The argument is a small file system, full from then on; that of `fill_disk`, once.
     "full_disk": (STEP, lambda: fill(os.path.join(argument, "ballast"))),
     "worker_dies_in_step": (STEP, kill_workers),
-    # The worker has announced a batch, and not sent the file descriptor of the shared memory.
-    "worker_dies_handing_over": ("multiprocessing.resource_sharer.DupFd.detach", kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
-    "slow_export": ("utils.run.weights.export", lambda: time.sleep(10)),
-    "slow_model_export": ("utils.language.adapters.write", lambda: time.sleep(10)),
-    "slow_slices": ("utils.language.sharded_files.write", lambda: time.sleep(10)),
+    "slow_export": ("utils.run.files.write_weights", lambda: time.sleep(10)),
+    "slow_slices": ("utils.language.adapters.write_slices", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),
-    "signals_in_slow_save": (SAVE, send(signal.SIGTERM, signal.SIGTERM, seconds=2)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
-    "slow_hash": ("hashlib.file_digest", lambda: time.sleep(8)),
     # Between the agreement to stop and the save.
     "slow_check": ("utils.run.guard.Guard.check", lambda: time.sleep(5)),
 }
@@ -212,15 +191,11 @@ for key, (path, act) in BEFORE.items():
 # ------------------------------------------------------------------------------ checkpoints and disks
 
 
-@replaces("os.rename", "lost_before_rename")
-@replaces("os.rename", "die_after_rename")
-def rename(original, source, target, **kwargs):
-    """Around the moment at which the checkpoint gets its final name."""
-    strike = str(source).endswith(".writing") and strikes()
-    if strike and name == "lost_before_rename":
-        lose_machine()
+@replaces("os.rename")
+def die_after_rename(original, source, target, **kwargs):
+    """Just after the moment at which the checkpoint gets its final name."""
     original(source, target, **kwargs)
-    if strike:
+    if str(source).endswith(".writing") and strikes():
         kill()
 
 
@@ -307,12 +282,6 @@ def unscale(original, self, optimizer=None):
     self.native_amp, self.state._mixed_precision = False, "no"
 
 
-@replaces("utils.muon.orthogonalize")
-def muon_in_float32(original, x, iterations=5, half=None):
-    """Not a fault: Muon orthogonalizes as precisely as on a CPU."""
-    return original(x, iterations, half=False)
-
-
 # ---------------------------------------------------------------------------------- other machines
 
 
@@ -350,12 +319,6 @@ def one_device():
 
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     put("accelerate.PartialState._prepare_backend", prepare_backend)
-
-
-@starts_with
-def gpus():
-    """This machine has N."""
-    torch.cuda.device_count = lambda: int(when)
 
 
 # ---------------------------------- not faults: what a run did, in a file or folder after the colon
@@ -422,25 +385,6 @@ def record_steps(original, self, step, losses, ids, *args, **kwargs):
     }
     write_json(os.path.join(argument, f"{os.getpid()}.jsonl"), record, "a")
     return original(self, step, losses, ids, *args, **kwargs)
-
-
-@starts_with
-def count_compilations():
-    """How often and how long the script compiled."""
-    from torch._dynamo.utils import counters, get_compilation_metrics
-
-    def report():
-        records = get_compilation_metrics()
-        compiled = [record for record in records if record.entire_frame_compile_time_s]
-        figures = {
-            "graph_breaks": sum(counters["graph_break"].values()),
-            "compiled_functions": len({record.compile_id.split("/")[0] for record in compiled}),
-            "recompilations": sum(not record.compile_id.endswith("/0") for record in compiled),
-            "compile_seconds": sum(record.entire_frame_compile_time_s for record in compiled),
-        }
-        write_json(argument, figures)
-
-    return report
 
 
 def after_steps(actions):

@@ -46,8 +46,8 @@ SCRIPTS = {
         change_an_image,
     ),
     "train_gpt.py": (f"{SMALL_GPT} --track none --checkpoint_every 1", write_lines, change_a_line),
-    "train_gpt.py --streaming": (
-        f"--streaming 1 --shuffle_buffer 4 {SMALL_GPT} --track none",
+    "train_lm.py": (
+        "--streaming --block_size 32 --batch_size 4 --track none --checkpoint_every 1",
         write_lines,
         change_a_line,
     ),
@@ -66,7 +66,7 @@ def test_a_run_continues_with_the_same_data_only(name, tmp_path):
 
     first = attempt()
     assert first.stdout.count("data: ") == 1 and "(fingerprint " in first.stdout
-    if name in ("train_images.py", "train_gpt.py --streaming"):
+    if name in ("train_images.py", "train_lm.py"):
         os.utime(next(folder.rglob("*.*")), (1, 1))  # the same data, copied
         assert "this run has already finished" in attempt().stdout
     change(folder)

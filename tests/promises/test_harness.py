@@ -1,11 +1,9 @@
-"""A process that the tests start by `fork` has the same environment as one started by `exec`, and
-computes the same.
-"""
+"""A process that the tests start by `fork` begins and ends as one started by `exec`."""
 
 import json
 
 import pytest
-from harness.launches import CIFAR, SMALL, final_weights, metrics, run, some_slow
+from harness.launches import run, some_slow
 
 # Variables that differ between launches: ports, run ids, error files. (_ is set by the shell,
 # PADDING by the server.)
@@ -59,15 +57,3 @@ def test_a_forked_process_ends_as_an_executed_one_does(line, code, tmp_path):
     assert forked.stdout == executed.stdout
     assert ("some words" in forked.stdout + forked.stderr) == ("some words" in line)
     assert forked.stderr.splitlines()[-1:] == executed.stderr.splitlines()[-1:]
-
-
-@pytest.mark.slow
-def test_an_executed_run_ends_with_the_bytes_of_a_forked_one_also_after_a_kill(reference, tmp_path):
-    """Two new interpreters, each with its own hash seed: one before the kill, one after it."""
-    folder, words = tmp_path / "run", ["die_in_step@9:1", CIFAR, *SMALL.split()]
-    options = dict(output_dir=folder, cold=True)
-    assert run("2cpu", "tests/harness/wrapped.py", words, check=False, **options).returncode != 0
-    assert (folder / "checkpoints" / "step_00000006").exists()
-    run("2cpu", CIFAR, SMALL, **options)
-    assert final_weights(folder) == final_weights(reference("2cpu", 2).folder)
-    assert metrics(folder, "train") == metrics(reference("2cpu", 2).folder, "train")

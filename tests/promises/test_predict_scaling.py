@@ -24,3 +24,7 @@ def test_predicts_from_what_was_measured(tmp_path):
         assert f"{row['processes']} {weak} {strong}" in lines
     assert [row["processes"] for row in predicted] == [2**i for i in range(3, 13)]
     assert predicted[0]["weak_efficiency"] > 0.95 > 0.5 > predicted[-1]["strong_efficiency"]
+    done = run(None, PREDICT, "--step_seconds 1 --latency 1e-5", check=False)
+    assert (
+        done.returncode == 2 and "and --topology or both --latency and --bandwidth" in done.stderr
+    )

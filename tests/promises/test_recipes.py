@@ -153,17 +153,6 @@ def check_results(name, folder):
         assert rates == sorted(rates, reverse=True) and rates[-1] == 0
 
 
-@pytest.mark.slow
-def test_the_regression_learns_and_its_file_has_what_it_is_used_with(folder, tmp_path):
-    words = f"--csv {folder / 'table.csv'} --epochs 30"
-    run("2cpu", "train_regression.py", words, root=folder, output_dir=tmp_path)
-    errors = [line["rmse"] for line in metrics(tmp_path, "val")]
-    # A tenth of the standard deviation of the products.
-    assert 0.5 < results(tmp_path)["val_rmse"] == errors[-1] < 10
-    header = (tmp_path / "model.safetensors").read_bytes()[:2000]
-    assert b"mean" in header and b"std" in header
-
-
 def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     sampler = importlib.import_module("train_rare_classes").BalancedSampler

@@ -45,9 +45,8 @@ ReturnToService=2
 KillWait=10
 SlurmdTimeout=10
 SlurmdParameters=config_overrides
-GresTypes=gpu
 NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=2 SocketsPerBoard=1 CoresPerSocket=2 \
-ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2
+ThreadsPerCore=1 RealMemory=4000
 PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -75,9 +74,6 @@ class Cluster:
         (folder / "slurm.conf").write_text(
             CONF.format(host=socket.gethostname(), folder=folder, ports=free_ports(3))
         )
-        for device in ("gpu0", "gpu1"):  # in place of the devices that a driver creates in /dev
-            (folder / device).touch()
-        (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n")
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         # Jobs use the same Python as the tests.
         self.environment["PATH"] = f"{Path(os.sys.executable).parent}:{os.environ['PATH']}"
@@ -213,21 +209,6 @@ def test_a_lost_node_and_a_time_limit_cost_nothing(cluster, tmp_path):
     assert final_weights(folder) == final_weights(tmp_path / "whole")
     assert metrics(folder, "train") == metrics(tmp_path / "whole", "train")
     assert "step 20/20" in cluster.log(job, node=0) and "step" not in cluster.log(job, node=1)
-
-
-def test_as_many_processes_as_gpus(cluster):
-    """The scheduler counts 2 GPUs per node.
-
-    They do not exist, so 2 processes per node run over gloo.
-    """
-    arguments = (
-        f"scripts/tools/check_topology.py --max_bytes 4096 --output_dir {cluster.folder}/check%a"
-    )
-    job = cluster.submit("--nodes=2 --gpus-per-node=2 --array=7", arguments)
-    cluster.until_ended(job)
-    assert "4 processes on 1 machine can communicate" in cluster.log(job, node=0)
-    assert "4gpu.yaml" in cluster.log(job)
-    assert (cluster.folder / "check7" / "topology.json").exists()
 
 
 def test_one_process_saves_and_continues_unless_canceled(cluster):

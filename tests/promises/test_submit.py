@@ -15,7 +15,7 @@ COMMANDS = {
     esac""",
     "srun": """while [[ $1 = --* ]]; do shift; done
         SLURM_NODEID=0 "$@" """,
-    "accelerate": """[ "$1" = launch ] && exec bash "$RUN" """,
+    "accelerate": """[ "$1" = launch ] && echo "$*" >"$RUN.words" && exec bash "$RUN" """,
     "sleep": "",
 }
 
@@ -30,11 +30,11 @@ def submit(tmp_path):
         file.chmod(0o755)
     log, run = tmp_path / "log", tmp_path / "run.sh"
 
-    def call(training, *arguments, attempt=0):
+    def call(training, *arguments, attempt=0, **variables):
         run.write_text(training)
         log.write_text("")
         job = {"SLURM_JOB_ID": "77", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
-        job |= {"SLURM_RESTART_COUNT": str(attempt), "LOG": str(log), "RUN": str(run)}
+        job |= {"SLURM_RESTART_COUNT": str(attempt), "LOG": str(log), "RUN": str(run), **variables}
         environment = {**os.environ, **job, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
         words = ["bash", ROOT / "scripts" / "submit.sbatch", "train.py", *arguments]
         done = subprocess.run(
@@ -55,9 +55,18 @@ def training(folder, state, code, start=0, reason="", step=None):
     )
 
 
-@pytest.mark.parametrize("arguments", [["@args.txt"], ["--output_dir=~/x"], ["--dry_run"]])
-def test_a_preempted_run_is_requeued_wherever_it_writes(arguments, submit, tmp_path):
-    done, log = submit(training(tmp_path / "its_folder", "preempted", 1), *arguments)
+def test_the_resources_of_the_job_determine_the_topology(submit, tmp_path):
+    gpus = dict(SLURM_NNODES="2", SLURM_GPUS_ON_NODE="2", SLURM_ARRAY_TASK_ID="7")
+    text = training(tmp_path / "run", "finished", 0)
+    done, _ = submit(text, "--output_dir", "check%a", **gpus)
+    assert done.returncode == 0 and "on 2 node(s) x 2 process" in done.stdout
+    words = (tmp_path / "run.sh.words").read_text()
+    assert "4gpu.yaml --num_machines 2 --num_processes 4 --machine_rank 0" in words
+    assert words.endswith("train.py --output_dir check7\n")
+
+
+def test_a_preempted_run_is_requeued_wherever_it_writes(submit, tmp_path):
+    done, log = submit(training(tmp_path / "its_folder", "preempted", 1), "@args.txt")
     assert done.returncode == 75 and log == "requeued 77\n", done.stdout + done.stderr
     assert "launchers' exit code 1, run preempted" in done.stdout
     assert not list(tmp_path.glob("*.folder"))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
 
-from utils.images.augment import augment, normalize
+from utils.images.augment import augment, cut_out, normalize
 from utils.run.draws import random_uint32
 
 SEEDS, EPOCHS = st.integers(0, 2**32 - 1), st.integers(0, 500)
@@ -43,6 +43,22 @@ def test_an_image_is_shifted_into_its_reflection_and_mirrored_in_every_other_epo
         assert torch.equal(matches, ~flipped)
         mirrored.append(flipped)
     assert torch.equal(mirrored[0], ~mirrored[1])
+
+
+@given(IDS, SEEDS, EPOCHS, st.integers(1, 9))
+def test_cutout_paints_one_square_whose_center_is_in_the_image(ids, seed, epoch, side):
+    images = pictures(len(ids), 8, 6)
+    changed = cut_out(images, torch.tensor(ids), epoch, seed, side, torch.full((3,), 254.6))
+    painted = (changed == 255).all(1)
+    assert torch.equal(changed, images.masked_fill(painted[:, None], 255))
+    for square in painted:
+        rows, columns = square.any(1), square.any(0)
+        assert torch.equal(square, rows[:, None] & columns[None])
+        for line, size in ((rows, 8), (columns, 6)):
+            places = line.nonzero().flatten().tolist()
+            assert places == list(range(places[0], places[-1] + 1))  # without a gap
+            cut_off = places[0] == 0 or places[-1] == size - 1
+            assert len(places) == side or (cut_off and side // 2 <= len(places) < side)
 
 
 @given(SEEDS, EPOCHS)

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from utils.run.arguments import Parser
-from utils.run.domains import number, shown, text
+from utils.run.arguments import Parser, number, shown, text
 from utils.run.failures import UserError
 
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # what a terminal or a log would obey
 INTEGERS = st.integers(-(10**12), 10**12)
-FLOATS = st.floats(-1e7, 1e7) | st.sampled_from([0.0, 1e-12, -1e-12, 1e-13, 5e-324, 1.0, -1.0])
+FLOATS = st.floats(-1e7, 1e7) | st.sampled_from([0.0, 5e-324, 1.0, -1.0])
 
 
 def parsed(domain, word):
@@ -47,10 +46,9 @@ def test_an_integer_is_taken_exactly_if_it_is_in_its_domain(value, bound, sign, 
 def test_a_float_is_taken_exactly_if_it_is_in_its_domain(value, bound, above, kind):
     low, high = sorted((bound, 0.5))
     domain = number(float, low, above=above, **{kind: high} if kind else {})
-    for near in (value, low, high, 0.0, 1e-12, -1e-12, 5e-13, 1e6, 1.1e6):
+    for near in (value, low, high, 0.0, 1e6, 1.1e6):
         inside = near > low if above else near >= low
         inside &= {"most": near <= high, "below": near < high, "": near <= 1e6}[kind]
-        inside &= near == 0 or abs(near) >= 1e-12
         found = parsed(domain, repr(near))
         assert found == (near if inside else None) and type(found) in (float, type(None)), near
 
@@ -64,7 +62,7 @@ def test_what_is_not_written_as_a_number_is_none(word):
             value = kind(word) if plain else math.nan
         except ValueError:
             value = math.nan
-        value = value if abs(value) < 1000 and (kind is int or not 0 < abs(value) < 1e-12) else None
+        value = value if abs(value) < 1000 and len(word) <= 50 else None
         assert parsed(number(kind, -1000), word) == value
 
 
@@ -117,14 +115,3 @@ def test_the_words_in_files_stand_in_front_of_all_flags(inside, after, line, cou
         assert (found.a, found.both, found.some) == ([name], [name, name], [name])
         with pytest.raises(UserError, match="unrecognized arguments: @"):
             parser.parse_args(["--switch", name])
-
-
-@given(st.text(max_size=20))
-def test_any_file_is_read_or_refused_in_one_line(content):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "words.args")
-        path.write_bytes(content.encode(errors="surrogatepass"))
-        try:
-            parser_of_words().parse_args([f"@{path}"])
-        except UserError as error:
-            assert not CONTROLS.search(str(error))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from utils.language import document_attention, lm_loss
+from utils.language import lm_loss
 
 BLOCKS, LENGTH = 2, 12
 LENGTHS = st.lists(st.integers(1, LENGTH), min_size=1, max_size=2)
@@ -26,7 +26,7 @@ def models(name, attention):
     by_document = attention == "by document"
     made = [make_model(name, None if by_document else attention) for _ in range(2)]
     if by_document:
-        document_attention.use(Accelerator(cpu=True), made[0])
+        lm_loss.attend_by_document(Accelerator(cpu=True), made[0])
     lm_loss.chunk_loss(made[0])
     return made
 

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
@@ -12,29 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from utils.data.loaders import already_a_batch
-from utils.data.permutation import EpochSampler, Permutation
+from utils.data.evaluation import choose
+from utils.data.loaders import EpochSampler, already_a_batch, shuffled
 from utils.data.sharing import evaluation_batch_size
-from utils.data.subset import choose
 from utils.language.lanes import LaneStream, Share
 from utils.run.failures import UserError
 from utils.run.launch import check_division
 
 SEEDS, EPOCHS = st.integers(0, 2**32 - 1), st.integers(0, 1000)
-
-
-def order(size, seed=0, epoch=0):
-    return Permutation(size, seed, epoch)(np.arange(size)).tolist()
-
-
-@given(st.integers(1, 3000), SEEDS, EPOCHS)
-def test_an_order_has_every_number_once_and_any_part_of_it_can_be_computed(size, seed, epoch):
-    whole = order(size, seed, epoch)
-    assert sorted(whole) == list(range(size))
-    places = np.arange(size)[seed % size :: 7]
-    assert Permutation(size, seed, epoch)(places).tolist() == [whole[place] for place in places]
-    if size > 20:
-        assert whole != order(size, seed, epoch + 1) and whole != order(size, seed + 1, epoch)
 
 
 @given(st.integers(20, 200), st.integers(1, 20), SEEDS, EPOCHS, st.booleans())
@@ -121,7 +105,7 @@ def test_evaluated_samples_are_a_random_part_in_order_and_more_contain_fewer(siz
         assert choose(whole, count, seed) is whole
         return
     chosen = choose(whole, count, seed).tolist()
-    assert chosen == sorted(order(size, seed)[:count])
+    assert chosen == sorted(shuffled(size, seed, 0)[:count])
     fewer = choose(whole, max(1, count // 2), seed).tolist()
     assert set(fewer) <= set(chosen)
 

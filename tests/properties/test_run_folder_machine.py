@@ -72,7 +72,7 @@ class Folder(RuleBasedStateMachine):
 
     @initialize(
         keep=st.integers(1, 2),
-        writer=st.sampled_from(["none", "waits", "background"]),
+        writer=st.sampled_from(["none", "background"]),
         patience=st.sampled_from([None, 2]),
     )
     def begin(self, keep, writer, patience):
@@ -347,8 +347,8 @@ def test_a_run_loses_nothing_that_it_promised(how, monkeypatch):
 
     def run_machine(_rank):
         here = fakes.accelerator()
-        writers = {"none": Writer(), "waits": BackgroundWriter(here, wait=True)}
-        monkeypatch.setattr(Folder, "writers", writers | {"background": BackgroundWriter(here)})
+        writers = {"none": Writer(), "background": BackgroundWriter(here)}
+        monkeypatch.setattr(Folder, "writers", writers)
         # A process that was killed keeps its files open here, until this process ends.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

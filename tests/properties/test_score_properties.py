@@ -13,7 +13,7 @@ from harness.launches import load_script
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from utils import evaluation
+from utils.data import evaluation
 from utils.images import scores as image_scores
 from utils.run.failures import UserError
 

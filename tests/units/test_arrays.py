@@ -41,15 +41,11 @@ def test_an_evaluation_leaves_out_what_training_refuses(folder, tmp_path):
     assert torch.equal(repaired.images[others], split.images[others]) and repaired.labels.min() == 0
 
 
-def test_a_file_that_is_damaged_or_cannot_be_written_is_named(folder, cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_named(folder, cache, monkeypatch):
     data = load_arrays(folder)
     assert data.details[-1].startswith("images are used at 32x32 pixels")
     before = data.splits["val"].images.clone()
     assert torch.equal(load_arrays(folder).splits["val"].images, before)
-    for file in cache.iterdir():
-        file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"decoded_images/\w+.bin is damaged: delete it, and it is"):
-        load_arrays(folder)
     monkeypatch.setenv("HF_DATASETS_CACHE", "/proc/nowhere")
     with pytest.raises(UserError, match="cannot write the decoded images to /proc/nowhere"):
         load_arrays(folder)

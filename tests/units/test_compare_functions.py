@@ -52,6 +52,3 @@ def test_the_largest_differences_from_the_first_run(tmp_path):
     assert compare_runs.differences(a, c) == "c and a: training losses differ by at most 0"
     c["train"]["step"] += 1
     assert compare_runs.differences(a, c) is None
-
-
-OTHERS = dict.fromkeys("split step epoch score samples seconds top5".split(), 1)

@@ -1,9 +1,11 @@
-"""What `utils.run.ddp` warms up, names and refuses."""
+"""What is warmed up, named and refused before training; the seeds of steps."""
 
 import contextlib
+from itertools import product
 
 import pytest
 import torch
+from harness.fakes import accelerator
 from harness.worlds import group_of_one
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -78,3 +80,25 @@ def test_ddp_refuses_an_unused_parameter_in_one_line(capsys):
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         warm_up(fully_shard(Counting(), mesh=mesh))  # shards may have no gradient
     assert capsys.readouterr().err == ""
+
+
+def test_a_step_draws_the_same_again_and_no_other_step_does():
+    def drawn(seed, step, micro_batch, rank):
+        ddp.seed_step(accelerator(rank=rank), seed, step, micro_batch)
+        return tuple(torch.rand(4).tolist())
+
+    places = list(product((0, 1), (1, 2), (0, 1), (0, 1)))
+    first = [drawn(*place) for place in places]
+    assert first == [drawn(*place) for place in places] and len(set(first)) == 16
+
+
+def test_the_seed_of_a_step(monkeypatch):
+    """Runs resume exactly with later versions: the formula stays. It fits into 32 bits."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seen.append)
+    ddp.seed_step(accelerator(rank=2), 10, 100, 3)
+    seed = torch.default_generator.initial_seed()
+    assert seed == 10 + 1_000_003 * 100 + 7_919 * 2 + 104_729 * 3 and seen == []
+    ddp.seed_step(accelerator(device="cuda"), 2**32 - 1, 1000)  # the first micro-batch
+    assert torch.default_generator.initial_seed() == 1_000_002_999
+    assert seen == [1_000_002_999] and seen[0] + 2**32 == 2**32 - 1 + 1_000_003 * 1000

@@ -100,41 +100,32 @@ def test_bf16_needs_gpus_that_compute_in_it(monkeypatch):
 # ---------------------------------------------------------------------------------------------- CPU
 
 
-FASTER = "this CPU has native bf16, 1.5x to 4x faster"
-NO_GPU = "NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {}. This is fine"
-
-
 @pytest.mark.parametrize(
-    ("wanted", "asked", "native", "training", "gets", "says"),
-    [
-        (False, "bf16", True, True, "bf16", NO_GPU.format("bf16")),
-        (False, "bf16", False, True, "no", NO_GPU.format("no")),
-        (False, "fp16", True, True, "no", NO_GPU.format("no")),
-        (False, "no", True, True, "no", NO_GPU.format("no")),
-        (False, None, True, True, None, FASTER),  # a script on its own
-        (True, "bf16", False, True, "bf16", None),
-        (True, "no", True, True, "no", FASTER),
-        (True, "no", True, False, "no", None),
-        (True, "no", False, True, "no", None),
-    ],
+    ("asked", "native", "gets"),
+    [("bf16", True, "bf16"), ("bf16", False, "no"), ("fp16", True, "no"), ("no", True, "no")],
 )
-def test_the_precision_on_a_cpu(
-    wanted, asked, native, training, gets, says, calls, monkeypatch, capsys
-):
+def test_the_precision_on_a_cpu(asked, native, gets, calls, monkeypatch, capsys):
+    """What the configuration asks for, if it is of a GPU that is not there: what the CPU has."""
     monkeypatch.setattr(devices, "has_bf16", lambda: native)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        if asked:
-            monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
         calls.clear()
-        devices.set_up_cpu("4gpu.yaml", wanted, training)
+        devices.set_up_cpu("4gpu.yaml", False)
         assert calls == [("set_num_threads", 3, {}), ("keep_freed_memory", {})]
-        assert os.environ.get("ACCELERATE_MIXED_PRECISION") == gets
+        assert os.environ["ACCELERATE_MIXED_PRECISION"] == gets
+        says = f"NO GPU FOUND: 4gpu.yaml runs on the CPU with 1 process, precision {gets}. This is"
         said = capsys.readouterr().err
-        assert said.startswith(f"*** {says}") if says and rank == "0" else said == ""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(UserError, match="fp16 silently computes in float32 on a CPU"):
-        devices.set_up_cpu("4gpu.yaml", wants_cpu=True, training=training)
+        assert said.startswith(f"*** {says}") if rank == "0" else said == ""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", asked)
+    if asked == "fp16":
+        with pytest.raises(UserError, match="fp16 silently computes in float32 on a CPU"):
+            devices.set_up_cpu("cpu.yaml", wants_cpu=True)
+    else:
+        devices.set_up_cpu("cpu.yaml", wants_cpu=True)
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+        devices.set_up_cpu("this launch", wants_cpu=False)  # a script on its own
+    assert capsys.readouterr().err == ""
 
 
 def test_the_threads_of_this_process(monkeypatch):
@@ -157,22 +148,11 @@ def test_the_threads_of_this_process(monkeypatch):
         assert devices.threads_per_process() == threads
 
 
-def test_the_quota_is_the_least_of_all_control_groups(tmp_path):
-    """The path of a group may have colons; in a container it may be that on the host."""
-    root, own = tmp_path / "root", tmp_path / "own"
-    group = root / "X:b" / "job"
-    group.mkdir(parents=True)
-    (tmp_path / "cpu.max").write_text("1 100\n")  # beside the groups
-    for groups in (None, "3:cpu:/other\n", "3:cpu:/other\n0::/X:b/job\n"):
-        if groups:
-            own.write_text(groups)
-        assert devices.cpu_quota(root, own) == math.inf
-    limits = ((group, "150000 100000", 1.5), (group.parent, "max 100000", 1.5))
-    for folder, limit, quota in (*limits, (root, "50 100", 0.5)):
-        (folder / "cpu.max").write_text(f"{limit}\n")
-        assert devices.cpu_quota(root, own) == quota
-    own.write_text("0::/elsewhere/in/the/host\n")
-    assert devices.cpu_quota(root, own) == 0.5
+def test_the_quota_of_a_container(tmp_path):
+    for limit, quota in ((None, math.inf), ("max 100000", math.inf), ("150000 100000", 1.5)):
+        if limit:
+            (tmp_path / "cpu.max").write_text(f"{limit}\n")
+        assert devices.cpu_quota(tmp_path / "cpu.max") == quota
 
 
 def test_either_unit_computes_in_bf16(monkeypatch):

@@ -9,7 +9,7 @@ from harness.language_models import VOCABULARY, make_model
 
 transformers = pytest.importorskip("transformers")
 
-from utils.language import document_attention
+from utils.language import lm_loss
 
 CPU = dict(device=torch.device("cpu"), mixed_precision="bf16")
 GPU = dict(device=torch.device("cuda"), mixed_precision="bf16")
@@ -37,16 +37,16 @@ def varlen_attn(
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(document_attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(lm_loss, "varlen_attn", varlen_attn)
 
 
 def chosen(name, place=CPU, attention=None, **changes):
     model = make_model(name, attention, **changes)
-    document_attention.use(SimpleNamespace(**place), model)
+    lm_loss.attend_by_document(SimpleNamespace(**place), model)
     return model
 
 
-FORMULA, KERNEL = document_attention.NAME, document_attention.KERNEL
+FORMULA, KERNEL = lm_loss.NAME, lm_loss.KERNEL
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_documents_are_computed_one_by_one_where_that_is_the_same(
 ):
     capability = place.get("capability", (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(document_attention, "varlen_attn", place.get("kernel", varlen_attn))
+    monkeypatch.setattr(lm_loss, "varlen_attn", place.get("kernel", varlen_attn))
     assert chosen(name, place, **changes).config._attn_implementation == expected
 
 
@@ -109,7 +109,7 @@ def test_the_kernel_of_gpus_gets_all_documents_at_once(gpu, name):
     changes = dict(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0) if name == "gpt2" else {}
     models = [chosen(name, each, **changes).double() for each in (CPU, GPU)]
     models[1].load_state_dict(models[0].state_dict())
-    assert models[1].config._attn_implementation == document_attention.KERNEL
+    assert models[1].config._attn_implementation == lm_loss.KERNEL
     tokens = torch.randint(VOCABULARY, (2, 12))
     positions = torch.stack([torch.arange(12), torch.tensor([*range(7), 0, *range(4)])])
     for model in models:

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from harness.chats import write_files as write
 
-from utils.language.documents import asked, find_documents, read_segments
+from utils.language.documents import find_documents, read_segments
 from utils.language.packing import TokenSettings
 from utils.run.failures import UserError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
-PAIR = {"prompt": "2024-01-02", "completion": "007"}
-TEXT = {"text": "2024-01-02"}
-TURNS = {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}
+PAIR = {"prompt": "on 2024-01-02", "completion": "007"}
+TEXT = {"text": "on 2024-01-02"}
 
 
 def lines(rows):
@@ -65,30 +64,19 @@ def write_table(path, rows):
     table.to_parquet(str(path)) if path.suffix == ".parquet" else table.to_csv(str(path))
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "how"),
-    [
-        (CHAT, "messages", "messages"),
-        (PAIR, "prompt", "prompt"),
-        (TURNS, "prompt", "messages"),
-        (TEXT, "text", "text"),
-    ],
-)
+@pytest.mark.parametrize(("row", "kind"), [(CHAT, "messages"), (PAIR, "prompt"), (TEXT, "text")])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-def test_columns_decide_in_files_of_every_format(row, kind, how, suffix, tmp_path):
+def test_columns_decide_in_files_of_every_format(row, kind, suffix, tmp_path):
     rows = [{**row, "id": number, "when": "2024-01-02"} for number in range(3)]
     path = tmp_path / f"a.{suffix}"
-    if suffix != "csv":  # an empty row does not say how a model is asked
-        rows.insert(0, dict.fromkeys(rows[0]))
-    elif row in (CHAT, TURNS):
+    if suffix == "csv" and row == CHAT:
         pytest.skip("a CSV file has no lists")
     path.write_text(lines(rows)) if suffix == "jsonl" else write_table(path, rows)
     found, splits = load(path)
     assert found == kind and set(splits) == {"train"}
     assert [{key: some[key] for key in row} for some in splits["train"][-3:]] == [row] * 3
-    assert asked(find(path)) == how
     stream = find(path, streaming=True)
-    assert (stream.kind, asked(stream)) == (kind, how)
+    assert stream.kind == kind
     assert not hasattr(stream.splits["train"].rows, "__len__")  # rows are read one by one
 
 
@@ -125,19 +113,18 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
     [
         (dict(a_jsonl=lines([{"turns": [], "id": 1}])), "columns turns, id; one needs messages"),
         (dict(a_jsonl=lines([{"prompt": "a"}])), "columns prompt; one needs"),
-        (dict(a_csv="prompt,completion\nIs 1, or 2?,2\n"), "its first row has 3 fields: name"),
+        (dict(a_csv="prompt,completion\nIs 1, or 2?,2\n"), "more fields than there are names"),
         (dict(a_csv="text\n" + "b\n" * 30 + "b, more\n"), "Expected 1 fields in line 32, saw 2"),
-        (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
-        (dict(a_jsonl="[" * 100_000), "a.jsonl does not hold an object in each line"),
-        (dict(a_jsonl='{"text": "a\x01"}'), "row 0 of .* is not JSON: Invalid control character"),
-        (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
+        (dict(a_csv="text;label\nb;1\n"), "has the columns text;label; one needs"),
+        (dict(a_jsonl="[" * 100_000), "cannot load "),
+        (dict(a_jsonl='{"text": "a\x01"}'), "Invalid encoding in string. in row 0"),
+        (dict(a_jsonl=lines([{"text": "2024-01-02"}])), "look like dates .* Parquet"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
         (dict(a_csv_gz=b"no"), r"holds no file that ends in \.txt, \.parquet"),
         (dict(a_txt="a", b_jsonl=lines([TEXT])), "both a.txt and b.jsonl: give files of one form"),
         ({"a::b_jsonl": lines([TEXT])}, "rename .*a::b.jsonl, because"),
-        (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON: Expecting property"),
-        (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON: maximum recur"),
+        (dict(a_jsonl=lines([TEXT]) + "{"), "Missing a name for object member. in row 1"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_line(files, says, tmp_path):
@@ -169,7 +156,7 @@ def test_a_subset_is_of_the_hub(tmp_path, monkeypatch):
 def test_synthetic_conversations_are_the_same_on_every_machine():
     """The figures on the pages are of them. No date is there twice."""
     data, others = find("synthetic", seed=3), find("synthetic", seed=4)
-    assert (data.kind, asked(data)) == ("messages", "messages")
+    assert data.kind == "messages"
     splits = {split: list(rows) for split, rows in data.splits.items()}
     assert {split: len(rows) for split, rows in splits.items()} == {"train": 4000, "val": 200}
     assert sha256(json.dumps(splits).encode()).hexdigest().startswith("c9bc515b92c50c10")

@@ -1,73 +1,115 @@
-"""A long evaluation shows how far it is. (Mean losses: tests/properties/test_score_properties.py.)"""
+"""What evaluations take, and show. (Mean losses: tests/properties/test_score_properties.py.)"""
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from harness.fakes import accelerator
 
-from utils import evaluation
+from utils.data import evaluation
+from utils.language.packing import DOCUMENT, Stream, cut_text
+from utils.run.plan import Plan
+
+
+def count(held_out, wanted=None, steps=10_000, every=1000, saved=None, **text):
+    """What `count_evaluated` returns and prints."""
+    printed = []
+    run = SimpleNamespace(progress=saved or {}, print=printed.append)
+    args = SimpleNamespace(batch_size=64, eval_samples=wanted, **text)
+    plan = Plan(total_steps=steps, steps_per_epoch=100, evaluate_every=every)
+    found = evaluation.count_evaluated(run, plan, args, held_out)
+    return found, *printed
+
+
+def test_evaluations_take_a_tenth_of_the_training():
+    """A forward pass is a third of a step: 19,200 samples cost as much as 6,400 of 64,000."""
+    found, line = count(2_600_000)
+    assert found == 19_200 and line == (
+        "evaluations: 19,200 of 2,600,000 held-out samples, always the same, about 10% of the cost "
+        "of training (--eval_samples)"
+    )
+    assert count(2_600_000, steps=500)[0] == 9600  # one evaluation, after all of the training
+    assert count(19_200) == (19_200,)
+    # Never so few that the score is not stable: of images, and of text.
+    found, line = count(2_600_000, every=2)
+    assert found == 2000 and "about 521% of the cost" in line
+    assert count(2_600_000, every=2, block_size=64)[0] == 2048
+    assert count(2_600_000, every=1, block_size=2**18)[0] == 19
+    assert count(1900, every=2) == (1900,)
+
+
+def test_a_number_of_samples_may_be_given():
+    found, line = count(1000, 40)
+    assert found == 40 and "40 of 1,000 held-out samples" in line
+    assert count(1000, 0) == (1000,) and count(1000, 5000) == (1000,)
+
+
+def count_last(held_out, wanted=None, steps=10_000, **text):
+    args = SimpleNamespace(batch_size=64, eval_samples=wanted, **text)
+    return evaluation.count_last(Plan(total_steps=steps, steps_per_epoch=100), args, held_out)
+
+
+def test_the_last_evaluation_costs_at_most_a_fifth_of_the_training():
+    """Of three forward passes that cost a step; never less than a stable score needs."""
+    assert count_last(384_001) == 384_000 == count_last(384_000) and count_last(7) == 7
+    assert count_last(10**6, steps=20) == 2000
+    assert count_last(10**6, steps=20, block_size=64) == 2048
+    assert count_last(10**6, 0, steps=20) == 10**6 and count_last(10**6, 5, steps=20) == 2000
+
+
+def test_a_run_keeps_its_samples_if_it_gets_longer_or_evaluates_more_often():
+    saved = {"step": 10, "eval_samples": 19_200}
+    assert count(2_600_000, every=5, steps=20_000, saved=saved)[0] == 19_200
+    assert count(2_600_000, 0, saved={"step": 10, "eval_samples": 2_600_000}) == (2_600_000,)
+
+
+def test_chosen_blocks_are_those_of_all():
+    lengths = np.array([30, 7, 50, 23])
+    documents = np.zeros(4, DOCUMENT)
+    documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
+    documents["bytes"] = 2 * (lengths - 1)
+    tokens = np.arange(lengths.sum(), dtype=np.int32)
+    whole = cut_text(Stream(tokens), documents, 8, pad_id=0)[0]
+    some, indices = whole.select(np.array([1, 4, 13])), [1, 4, 13]
+    assert len(whole) == 14 and len(some) == 3
+    batch, expected = some.__getitems__([0, 1, 2]), whole.__getitems__(indices)
+    for name in ("input_ids", "targets", "position_ids"):
+        assert torch.equal(batch[name], expected[name]), name
+    assert some.target_tokens == 18
+    assert whole.bytes == 212 and some.bytes == pytest.approx(212 * 18 / 106)
 
 
 class Loader(list):
     dataset = range(600)
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that a test moves, and what is printed, and drawn as a bar."""
-    state = SimpleNamespace(now=100.0, lines=[], bars=[])
-
-    class Bar:
-        write = staticmethod(state.lines.append)
-
-        def __init__(self, **options):
-            state.bars.append(SimpleNamespace(**options, n=0))
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def update(self):
-            state.bars[-1].n += 1
-
-    monkeypatch.setattr(evaluation.time, "monotonic", lambda: state.now)
-    monkeypatch.setattr(evaluation, "tqdm", Bar)
-    return state
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_main_process_shows_a_long_evaluation(terminal, monkeypatch):
+    shown = []
+    monkeypatch.setattr(evaluation, "tqdm", lambda items, **look: shown.append(look) or items)
+    monkeypatch.setattr(evaluation.sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
+    for rank in (0, 1):
+        progress = evaluation.Progress(accelerator(2, rank), reversed)
+        assert list(progress(Loader("abc"))) == ["c", "b", "a"]
+    main, other = shown
+    assert (main["total"], main["delay"], main["leave"], main["desc"]) == (
+        3,
+        5,
+        False,
+        "evaluation",
+    )
+    assert not main["disable"] and other["disable"]
+    assert (main["mininterval"] < 1) == terminal and main["maxinterval"] >= main["mininterval"]
 
 
-def test_a_long_evaluation_says_how_much_is_left(clock, monkeypatch):
-    main, other = (evaluation.Progress(accelerator(2, rank)) for rank in (0, 1))
-
-    def evaluate(progress, seconds):
-        for _ in progress(Loader(range(60))):
-            clock.now += seconds
-        lines = clock.lines.copy()
-        clock.lines.clear()
-        return lines
-
-    assert evaluate(main, 4.9 / 60) == evaluate(other, 2) == []
-    assert all(bar.disable for bar in clock.bars)
-    lines = evaluate(main, 2)  # after five seconds, then after each tenth
-    assert lines[:2] == ["evaluation: 5%, left 0:01:54", "evaluation: 10%, left 0:01:48"]
-    assert lines[-1] == "evaluation: 90%, left 0:00:12" and len(lines) == 10
-    # Nearly seven seconds: one line.
-    assert evaluate(main, 0.11) == ["evaluation: 77%, left 0:00:02"]
-    monkeypatch.setattr(evaluation.sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    assert evaluate(main, 2) == evaluate(other, 2) == []  # on a terminal
-    shown, hidden = clock.bars[-2:]
-    assert not shown.disable and shown.delay == 5 and shown.total == shown.n == 60
-    assert (shown.desc, shown.unit, shown.leave) == ("evaluation", "batch", False)
-    assert hidden.disable
-
-
-def test_an_evaluation_of_a_part_says_how_to_take_all(clock):
-    main, other = (evaluation.Progress(accelerator(2, rank)) for rank in (0, 1))
-    for samples in (5000, 4000):
+def test_an_evaluation_of_a_part_says_how_to_take_all(monkeypatch):
+    lines = []
+    monkeypatch.setattr(evaluation.tqdm, "write", lines.append)
+    for rank, samples in ((0, 5000), (1, 4000), (0, 4000)):
         counts = {"evaluated_samples": samples, "held_out_samples": 5000}
-        assert main.announce(samples, 5000, "runs/a") == counts
-        assert other.announce(samples, 5000, "runs/a") == counts
-    (line,) = clock.lines
+        progress = evaluation.Progress(accelerator(2, rank))
+        assert progress.announce(samples, 5000, "runs/a") == counts
+    (line,) = lines
     assert line.startswith("the last evaluation takes 4,000 of 5,000 held-out samples: ")
     assert "scripts/evaluate.py runs/a takes all" in line

@@ -149,12 +149,9 @@ def test_a_short_traceback_has_the_frames_of_the_project_and_the_last_one():
     frames = [line.split(", in ")[1] for line in second.splitlines() if line.startswith("  File")]
     assert frames[1:] == ["fail"] and len(frames) == 2
     assert text.endswith("RuntimeError: it failed\nfor a reason\n")
-    whole = failures.full_traceback(raised.value)  # `status.json` has also those inside libraries
-    assert set(text.splitlines()) <= set(whole.splitlines()) and ", in loads\n" in whole
     assert failures.headline(raised.value) == "RuntimeError: it failed"
     assert failures.headline(KeyError()) == "KeyError"
     told = pickle.loads(pickle.dumps(failures.Unexpected("ValueError: odd", "a traceback")))
     assert (failures.headline(told), failures.short_traceback(told)) == (str(told), "a traceback")
-    assert failures.full_traceback(told) == "a traceback"
     assert failures.in_library(json.__file__) and failures.in_library(torch.__file__)
     assert not failures.in_library(__file__) and failures.in_library("<frozen runpy>")

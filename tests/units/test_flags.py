@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from utils import flags
+from utils.data import loaders
 from utils.run import arguments
 from utils.run.arguments import CONTINUE_RULE, Parser
 from utils.run.failures import UserError
@@ -35,7 +36,6 @@ TEXTS = {
     "output_dir": "runs/train_it",
     "resume": "auto",
     "init_from": None,
-    "push_to_hub": None,
     "dataset": None,
     "track": "tensorboard",
     "compile": None,
@@ -119,15 +119,12 @@ def test_limits(flag):
         (["--eval_every", 9], ("runs/a/", None, 9, None, None)),
     ],
 )
-def test_a_quick_run_has_its_own_folder_and_is_not_published(words, expected, monkeypatch):
-    checked, quick = [], words[0] != "--eval_every"
-    monkeypatch.setattr(flags, "check_repository", checked.append)
-    words = ["--push_to_hub", "me/it", "--patience", 3, *words]
+def test_a_quick_run_has_its_own_folder_and_no_patience(words, expected):
+    quick, words = words[0] != "--eval_every", ["--patience", 3, *words]
     args = parse("--output_dir", "runs/a/", *words)
     steps = (args.max_train_steps, args.eval_every, args.checkpoint_every, args.log_every)
     assert (args.output_dir, *steps) == expected
-    assert (args.push_to_hub, args.patience) == ((None, None) if quick else ("me/it", 3))
-    assert checked == ([] if quick else ["me/it"])
+    assert args.patience == (None if quick else 3)
     if quick:  # also of a folder that is named by dots
         kind = expected[0].removeprefix("runs/a")
         assert parse(*words, "--output_dir", ".").output_dir == f"{Path.cwd()}{kind}"
@@ -177,12 +174,10 @@ def test_only_a_default_batch_size_follows_the_data(words, samples, power, batch
     sys.argv[1:] = words.split()
     parser = built()
     parser.set_defaults(batch_size=64, lr=2e-4)
-    args = flags.parse_with_checks(parser, fits=True)
-    fitted = flags.fit_batch(args, samples, power)
-    assert (fitted.batch_size, fitted.lr) == (batch_size, pytest.approx(lr))
-    changed = {"batch_size", "lr", "defaults"}
-    same = {name: value for name, value in vars(args).items() if name not in changed}
-    assert same.items() <= vars(fitted).items() and "defaults" not in vars(fitted)
+    args = flags.parse_with_checks(parser)
+    fitted = loaders.fit_batch_size(args, samples, power)
+    changed = {"batch_size": batch_size, "lr": pytest.approx(lr)}
+    assert vars(fitted) == vars(args) | changed
     line = capsys.readouterr().out
     assert (f"batch size {batch_size} instead of 64" in line) == (batch_size != 64)
     assert ("--lr" in line) == (batch_size != 64 and not words)

@@ -64,12 +64,11 @@ def test_a_machine_with_and_without_gpus(set_up, launched):
     for args in (None, *(SimpleNamespace(nondeterministic=given) for given in (False, True))):
         deterministic = not (args and args.nondeterministic)
         assert set_up(8, args) == (False, "set_up_gpus", "9gpu.yaml", 8, deterministic, {})
-        training = {"training": args is not None}
-        assert set_up(0, args) == (True, "set_up_cpu", "9gpu.yaml", False, training)
+        assert set_up(0, args) == (True, "set_up_cpu", "9gpu.yaml", False, {})
     launched(f"--config_file {ROOT}/accelerate_configs/2cpu.yaml", LOCAL_WORLD_SIZE="2")
-    assert set_up(8) == (True, "set_up_cpu", "2cpu.yaml", True, {"training": False})
+    assert set_up(8) == (True, "set_up_cpu", "2cpu.yaml", True, {})
     launched(ACCELERATE_USE_CPU="True")
-    assert set_up(8) == (True, "set_up_cpu", "this launch", True, {"training": False})
+    assert set_up(8) == (True, "set_up_cpu", "this launch", True, {})
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "PARALLELISM_CONFIG"])
@@ -134,12 +133,6 @@ def test_the_processes_that_a_launch_can_have(
     assert elastic.either(possible) == words
 
 
-ELASTIC = (
-    "elastic training: when machines leave or join, the run continues from its last "
-    "checkpoint with 2 or 4 processes\n"
-)
-
-
 @pytest.mark.parametrize(
     ("options", "processes", "batch", "steps", "part", "says"),
     [
@@ -148,7 +141,7 @@ ELASTIC = (
         ("", 2, 50, 2, None, r"over 2 process\(es\) x 2 accumulation step\(s\): use 48 or 52$"),
         (
             *("--nnodes 1:2", 2, 24, 2, 6),
-            "global batch 24 = 2 processes x 6 samples x 2 accumulation steps\n" + ELASTIC,
+            "global batch 24 = 2 processes x 6 samples x 2 accumulation steps\n",
         ),
         ("--nnodes 1:3", 2, 32, 2, None, r"over 2, 4 or 6 process.* x 2 .*: use 24 or 48$"),
         ("--nnodes 1:3", 2, 8, 2, None, r": use 24$"),

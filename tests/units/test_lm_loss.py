@@ -71,27 +71,6 @@ def test_the_largest_logits_are_those_of_a_chunk(monkeypatch):
     assert seen == [12]  # a single chunk is kept
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "like_flash"])
-def test_flash_attention_is_given_all_blocks_in_one_row(attention):
-    """There positions tell packed documents apart in a batch of one row only."""
-    functions, masks = transformers.AttentionInterface(), transformers.AttentionMaskInterface()
-    transformers.AttentionInterface.register("like_flash", functions["sdpa"])
-    transformers.AttentionMaskInterface.register("like_flash", masks["sdpa"])
-    plain, model, rows = build("llama"), build("llama"), []
-    model.config._attn_implementation = attention  # of transformers, which finds no such package
-    inputs = batch(torch.cat([document(), document().flip(1)]))
-
-    def look(_, __, told):
-        if told["input_ids"] is not None:  # else it only computes logits
-            rows.append((told["input_ids"].shape, told["position_ids"].shape))
-
-    model.base_model.register_forward_pre_hook(look, with_kwargs=True)
-    losses, of_blocks = (some(**inputs, per_block=True) for some in (model, plain))
-    assert rows == [((1, 32), (1, 32)) if attention == "like_flash" else ((2, 16), (2, 16))]
-    assert losses.tolist() == pytest.approx(of_blocks.tolist(), rel=1e-5)
-    assert losses.sum().item() == pytest.approx(model(**inputs).item(), rel=1e-6)
-
-
 @pytest.mark.parametrize("prepared", [False, True])
 def test_the_copy_of_a_model_computes_with_its_own_weights(prepared):
     model, inputs = build("llama"), batch(document())
@@ -167,12 +146,6 @@ def test_packed_documents_have_the_loss_that_they_have_alone_but_for_rounding(
         start_check(model, True, precision)
 
 
-def attends_to_later_tokens():
-    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    config = transformers.BertConfig(**sizes, intermediate_size=48)
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
 def has_another_loss():
     """It knows nothing of `shift_labels`, as those of older models."""
     model = make_model("llama")
@@ -186,7 +159,6 @@ def has_another_loss():
     ("make", "says"),
     [
         (lambda: make_model("opt"), "OPTForCausalLM cannot be trained: its forward pass"),
-        (attends_to_later_tokens, "no causal language model"),
         (has_another_loss, "has another loss than that of each token"),
     ],
 )

@@ -8,7 +8,7 @@ import torchvision
 from harness.fakes import accelerator
 
 from utils.images import pretrained
-from utils.run import weights
+from utils.run import files
 from utils.run.failures import UserError
 
 SQUEEZENET = "squeezenet1_1"
@@ -41,7 +41,7 @@ def test_reads_a_pth_and_replaces_a_head_of_another_size(wrapped, tmp_path, caps
 def test_a_head_for_other_classes_is_replaced_though_it_has_the_same_size(other, tmp_path, capsys):
     """One of a file that names no classes is kept."""
     earlier, model = small(3), small(3)
-    weights.export(tmp_path, earlier, {"class_names": ["x", "y", "z"]} if other else {})
+    files.write_weights(tmp_path, earlier, {"class_names": ["x", "y", "z"]} if other else {})
     pretrained.initialize(accelerator(), model, config(), str(tmp_path))
     said = "keeps its initial weights: classifier.1.weight" in capsys.readouterr().out
     assert said is other
@@ -93,12 +93,12 @@ def test_the_preprocessing_is_that_of_the_weights(tmp_path):
     assert pretrained.find("resnet50", "ResNet50_Weights.DEFAULT") == enum
     bicubic = pretrained.find("swin_t", "DEFAULT")
     assert pretrained.preprocessing(bicubic)["interpolation"] == "bicubic"
-    weights.export(tmp_path, small(), {"preprocessing": {"interpolation": "bicubic"}})
+    files.write_weights(tmp_path, small(), {"preprocessing": {"interpolation": "bicubic"}})
     usual = dict(resize=256, interpolation="bicubic")  # what a file does not say
     assert pretrained.preprocessing(tmp_path) == expected | usual
     # Of a run, it is that of the run, whatever the model.
     own = dict(resize=40, crop=32, interpolation="bicubic", mean=[0.1] * 3, std=[0.2] * 3)
-    weights.export(tmp_path, small(), config() | {"preprocessing": own})
+    files.write_weights(tmp_path, small(), config() | {"preprocessing": own})
     found = pretrained.find(SQUEEZENET, str(tmp_path))
     assert pretrained.preprocessing(found, size=16) == own | dict(resize=20, crop=16)
 

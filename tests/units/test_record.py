@@ -1,19 +1,21 @@
-"""What `utils.run.record` records of a run, and how it compares two records."""
+"""Which folders a run may write to; what is recorded of it, and how two records are compared."""
 
 import errno
 import hashlib
 import json
 import os
-import platform
+import socket
 import subprocess
 import sys
-from datetime import datetime
 from importlib import metadata
+from types import SimpleNamespace
 
+import pytest
 import torch
 from harness import fakes
 
-from utils.run import record
+from utils.run import manifest, record
+from utils.run.failures import RunFailed, UserError
 
 CPU = fakes.accelerator(4, mixed_precision="bf16")
 GPU = fakes.accelerator(8, device="cuda", mixed_precision="bf16")
@@ -75,20 +77,6 @@ def test_the_topology_of_a_launch_and_each_change_of_it(monkeypatch):
     ]
 
 
-def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
-    def version(package):
-        if package == "torchvision":
-            raise metadata.PackageNotFoundError
-        return f"{package} 1"
-
-    monkeypatch.setattr(record.metadata, "version", version)
-    monkeypatch.delitem(sys.modules, "transformers", raising=False)
-    monkeypatch.setitem(sys.modules, "peft", None)  # imported: it can change results
-    installed = {name: f"{name} 1" for name in ("torch", "accelerate", "datasets", "peft")}
-    installed |= {"python": platform.python_version(), "torchvision": None}
-    assert record.versions() == installed
-
-
 def test_every_start_of_a_run_is_recorded(tmp_path, monkeypatch):
     for name in ("git_commit", "script_hash", "timestamp"):
         monkeypatch.setattr(record, name, lambda name=name: f"the {name}")
@@ -102,11 +90,6 @@ def test_every_start_of_a_run_is_recorded(tmp_path, monkeypatch):
     start = {"time": "the timestamp"} | record.topology(CPU)
     starts = [{"step": 0} | start, {"step": 30} | start]
     assert json.loads((tmp_path / "args.json").read_text()) == written | {"starts": starts}
-
-
-def test_the_time_of_a_record_is_utc_in_seconds():
-    now = datetime.fromisoformat(record.timestamp())
-    assert now.utcoffset().total_seconds() == 0 and now.microsecond == 0
 
 
 def test_a_script_is_known_by_its_content_and_its_commit(tmp_path, monkeypatch):
@@ -134,18 +117,123 @@ def test_a_script_is_known_by_its_content_and_its_commit(tmp_path, monkeypatch):
     assert record.script_hash() is None
 
 
-def test_the_first_process_to_fail_says_why_also_without_locks(tmp_path, monkeypatch):
-    def lockf(file, flags):
-        assert (file.name, flags) == (str(tmp_path / ".lock_status"), record.fcntl.LOCK_EX)
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+# ----------------------------------------------------------------------------------------- the lock
 
-    monkeypatch.setattr(record.fcntl, "lockf", lockf)
-    assert record.write_failure(tmp_path, "no run yet", None) is False
-    assert record.read_status(tmp_path) == {}
-    record.write_status(tmp_path, "running", None, step=3)
-    assert record.write_failure(tmp_path, "the loss is nan", "again") is True
-    assert record.write_failure(tmp_path, "lost contact", "again") is False
-    failed = {"state": "failed", "reason": "the loss is nan", "next": "again"}
-    assert record.read_status(tmp_path).items() >= failed.items()
-    # There is no checkpoint yet.
-    assert record.how_to_continue(tmp_path).startswith("run the same command again: it starts anew")
+
+def me():
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def refused(folder, match):
+    with pytest.raises(UserError, match=match):
+        record.claim(folder)
+
+
+class Locks:
+    """Stands for `fcntl.lockf` and the clock: the lock is free after `busy` seconds."""
+
+    def __init__(self, monkeypatch, busy, number=errno.EAGAIN):
+        self.now, self.flags, self.busy, self.number = 100.0, [], busy, number
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(record, "time", clock)
+        monkeypatch.setattr(record.fcntl, "lockf", self.lockf)
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def lockf(self, file, flags):
+        self.flags.append(flags)
+        assert len(self.flags) < 100
+        if self.now < 100 + self.busy:
+            raise OSError(self.number, os.strerror(self.number))
+
+
+OURS = '{"arguments": {}, "data": {}, "command": []}'
+BEGUN = [".lock", ".args.json.7.writing", "checkpoints", "status.json", ".DS_Store", "Thumbs.db"]
+
+
+@pytest.mark.parametrize(
+    ("files", "ours"),
+    [
+        (dict.fromkeys(BEGUN, "{}"), True),  # and what macOS and Windows add
+        ({"args.json": OURS, "a.png": ""}, True),
+        ({".lock": "", "metrics.jsonl": ""}, False),
+        ({"args.json": "[1]"}, False),
+        ({"args.json": '{"arguments": {}, "command": []}'}, False),
+    ],
+)
+def test_a_folder_of_something_else_is_no_place_for_a_run(files, ours, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    if ours:
+        assert record.claim(tmp_path)[0] == me()
+        return
+    refused(tmp_path, "is not empty and does not contain a run of these")
+    assert {name: (tmp_path / name).read_text() for name in os.listdir(tmp_path)} == files
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    """On a full disk a folder and an empty file can still be made: what is in the lock is synced."""
+
+    def fsync(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "a" / "run"
+    assert record.claim(path)[0] == me() == (path / ".lock").read_text()
+    monkeypatch.setattr(os, "fsync", fsync)
+    refused(path, f"^cannot write to --output_dir {path}: No space left on device$")
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file", r"cannot write to --output_dir .*/file: it is a file")
+
+
+def test_a_lock_is_waited_for_as_long_as_a_killed_job_may_take_to_end(tmp_path, monkeypatch):
+    lock = tmp_path / ".lock"
+    for number in (errno.EAGAIN, errno.EACCES):
+        lock.write_text("process 7 on a-host-with-a-long-name-of-its-own.example.org\n")
+        locks = Locks(monkeypatch, 6.9, number)
+        with record.claim(tmp_path)[1]:
+            assert lock.read_text() == me()
+        assert locks.now == pytest.approx(107) and len(locks.flags) == 36
+        assert set(locks.flags) == {record.fcntl.LOCK_EX | record.fcntl.LOCK_NB}
+    for owner, named in (("process 7 on a\n", "process 7 on a"), ("", "another process")):
+        lock.write_text(owner)
+        locks = Locks(monkeypatch, 60)
+        refused(tmp_path, f"^{tmp_path} is in use by {named}: wait for it, or use another --output")
+        assert lock.read_text() == owner and 107 < locks.now < 107.5
+
+
+def test_a_file_system_without_locks_is_used_all_the_same(tmp_path, monkeypatch, capsys):
+    locks = Locks(monkeypatch, 60, errno.EOPNOTSUPP)
+    assert record.claim(tmp_path)[0] == (tmp_path / ".lock").read_text() and locks.now == 100
+    assert capsys.readouterr().err.startswith(f"warning: {tmp_path} is on a file system without")
+    Locks(monkeypatch, 60, errno.EIO)
+    refused(tmp_path, "Input/output error")
+
+
+def test_the_lock_of_the_main_process_may_take_a_while_to_show(tmp_path, monkeypatch):
+    """A network file system shows a new file to other machines after seconds."""
+    owner, seconds = "process 7 on a", []
+    lock = tmp_path / "run" / ".lock"
+    stages = [lock.parent.mkdir, lambda: lock.write_text("me"), lambda: lock.write_text(owner)]
+
+    def sleep(delay):
+        seconds.append(delay)
+        if stages:
+            stages.pop(0)()
+
+    monkeypatch.setattr(record, "time", SimpleNamespace(sleep=sleep))
+    record.check_shared(tmp_path / "run", owner)
+    assert seconds == [0.5] * 3 and not stages
+    with pytest.raises(UserError, match=f"different folder on {socket.gethostname()} than for me"):
+        record.check_shared(tmp_path / "run", "me")
+    assert len(seconds) == 3 + manifest.SHARED_CHECKS
+
+
+def test_a_folder_that_is_taken_away_ends_the_run(tmp_path):
+    place = tmp_path.stat()
+    record.check_place(tmp_path, place)
+    (tmp_path / "another").mkdir()
+    for path in (tmp_path / "another", tmp_path / "none"):
+        with pytest.raises(RunFailed, match="was removed or renamed") as caught:
+            record.check_place(path, place)
+        assert not caught.value.retry

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 transformers = pytest.importorskip("transformers")
 
-from utils.language import adapters, sharded_files
+from utils.language import adapters, causal_lm
 
 MODELS = {"llama": dict(), "qwen3": dict(head_dim=2)}  # tied; vectors of 2 rows
 OPTIONS = dict(dtype=torch.float32, attn_implementation="sdpa")
@@ -31,14 +31,14 @@ def load_sharded(
 ):
     """The model in a folder, as `prepare` makes it."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = sharded_files.build_empty(config, OPTIONS | {"dtype": dtype})
-    places = sharded_files.find(model, folder, folder)
+    model = causal_lm.build_empty(config, OPTIONS | {"dtype": dtype})
+    places = causal_lm.find_weights(model, str(folder))
     model = adapt(model)
     drawn = model.state_dict()
     buffers = dict(model.named_buffers())
     model = fully_shard(model.to("meta"), mesh=mesh)
     model.tie_weights()
-    assert sharded_files.read(places, accelerator, model, drawn, offload) is model
+    assert causal_lm.read_slices(places, accelerator, model, drawn, offload) is model
     model.tie_weights()
     for name, buffer in buffers.items():
         owner, _, last = name.rpartition(".")
@@ -50,11 +50,11 @@ def write_slices(accelerator, folder, model, dtype):
     """Writes a sharded model, as the export does."""
     layout = [None]
     if accelerator.is_main_process:
-        layout = [sharded_files.lay_out(folder, model, dtype)]
+        layout = [adapters.lay_out(folder, model, dtype)]
         for name in layout[0]:
             load_file(folder / name)  # it has its length before its values
     dist.broadcast_object_list(layout)
-    sharded_files.write(folder, layout[0], model, dtype)
+    adapters.write_slices(folder, layout[0], model, dtype)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_slices_make_the_files_that_transformers_writes(
     name, dtype, limit, sizes, tmp_path, monkeypatch
 ):
     """Of several copies of a model, the first is written."""
-    monkeypatch.setattr(sharded_files, "SHARD_SIZE", limit)
+    monkeypatch.setattr(adapters, "SHARD_SIZE", limit)
     base, copy, copies = tmp_path / "base", tmp_path / "copy", len(sizes) == 2
     expected = save(base, name, dtype, max_shard_size=limit).state_dict()
     copy.mkdir()
@@ -124,10 +124,10 @@ def test_adapters_are_those_of_the_first_process(tmp_path):
 # ----------------------------------------------------------------------- files that are not read so
 
 
-def places_of(folder, model=None, source=None):
+def places_of(folder, model=None, name=None):
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = model or sharded_files.build_empty(config, OPTIONS)
-    return sharded_files.find(model, folder, source or folder)
+    model = model or causal_lm.build_empty(config, OPTIONS)
+    return causal_lm.find_weights(model, name or str(folder))
 
 
 def change(folder, edit):
@@ -150,15 +150,18 @@ def test_only_files_with_just_the_parameters_are_read_in_slices(tmp_path, monkey
         assert places_of(tmp_path) is None
     (tmp_path / "model.safetensors").unlink()
     model, asked = save(tmp_path, "llama", max_shard_size="20KB"), []
-    monkeypatch.setattr(
-        sharded_files, "snapshot_download", lambda *args, **o: asked.append((*args, o))
-    )
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return tmp_path
+
+    monkeypatch.setattr(causal_lm, "snapshot_download", download)
     (tmp_path / "consolidated.safetensors").touch()
     places = places_of(tmp_path)
     assert {*places} == dict(model.named_parameters()).keys() and not asked
-    assert places_of(tmp_path, source="some/model") == places
+    assert places_of(tmp_path, name="some/model") == places
     names = sorted({path.name for path in places.values()})
-    assert asked == [("some/model", {"allow_patterns": names})] and len(names) > 2
+    assert ("some/model", names) in asked and len(names) > 2
     for name, path in places.items():
         assert path.parent == tmp_path and name in load_file(path)
     model.register_buffer("kept", torch.ones(1))
@@ -171,7 +174,7 @@ def test_models_that_transformers_converts_are_left_to_it(tmp_path):
     for name, kept in (("llama", True), ("qwen3", True), ("mixtral", False)):
         made = save(tmp_path / name, name)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert [sharded_files.keeps_names(model) for model in (made, loaded)] == [kept] * 2
+        assert [causal_lm.keeps_names(model) for model in (made, loaded)] == [kept] * 2
         assert (places_of(tmp_path / name) is not None) == kept
     quantized = make_model("llama")
     quantized.config.quantization_config = {}
@@ -185,10 +188,10 @@ def test_an_empty_model_is_made_ready_for_prepare(tmp_path, monkeypatch):
     model.generation_config.save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     before = config.to_dict()
-    empty = sharded_files.build_empty(config, OPTIONS | {"dtype": torch.bfloat16})
+    empty = causal_lm.build_empty(config, OPTIONS | {"dtype": torch.bfloat16})
     assert config.to_dict() == before and empty.dtype == torch.bfloat16
     assert {weight.device.type for weight in empty.parameters()} == {"cpu"}
-    assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path)
+    assert causal_lm.read_in_prepare(empty, str(tmp_path))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert empty.generation_config == loaded.generation_config
     assert empty.generation_config.temperature == 0.5
@@ -196,8 +199,8 @@ def test_an_empty_model_is_made_ready_for_prepare(tmp_path, monkeypatch):
     placed = fsdp_utils.fsdp2_load_full_state_dict
     assert isinstance(placed, partial) and placed.args == (places_of(tmp_path),)
     (tmp_path / "generation_config.json").unlink()
-    assert sharded_files.read_in_prepare(empty, tmp_path, tmp_path)
+    assert causal_lm.read_in_prepare(empty, str(tmp_path))
     monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", None)
     change(tmp_path, lambda state: state.update(more=torch.ones(1)))
-    assert not sharded_files.read_in_prepare(empty, tmp_path, tmp_path)
+    assert not causal_lm.read_in_prepare(empty, str(tmp_path))
     assert fsdp_utils.fsdp2_load_full_state_dict is None

@@ -1,26 +1,22 @@
-"""Text as bytes: what is trained on, what is held out, and its windows, mapped or streamed."""
+"""Text as bytes: what is trained on, what is held out, and its windows."""
 
 import json
 import os
 from hashlib import sha256
 
+import numpy as np
 import pytest
 import torch
 from harness.chats import write_files
 
-from utils.data import cache_files
-from utils.data.loaders import already_a_batch
-from utils.language import lanes
-from utils.language.lanes import Share
+from utils.data import sharing
 from utils.language.text import (
     Windows,
-    load_held_out,
     load_text,
-    load_to_evaluate,
-    stream_windows,
+    read_splits,
     synthetic_text,
 )
-from utils.run.failures import RunFailed, UserError
+from utils.run.failures import UserError
 
 datasets = pytest.importorskip("datasets")
 
@@ -43,11 +39,11 @@ def test_splits_of_text(tmp_path):
     texts = dict(train="alpha " * 40, val="beta " * 40, test="gamma " * 40)
     name = write(tmp_path, **{f"{split}_txt": text for split, text in texts.items()})
     assert both(name) == (texts["train"], texts["val"])
-    split, scored = load_to_evaluate(name, "text")
-    assert (split, bytes(scored.held_out.numpy()).decode()) == ("test", texts["test"])
+    asked, scored = read_splits(name, "text", use=(("test", "val", "train"),))
+    assert bytes(asked["test"].numpy()).decode() == texts["test"] and len(asked) == 1
     for details, expected in (
         (load_text(name, "text", 4).details, ["train", "val", "test, not used"]),
-        (scored.details, ["train, not used", "val, not used", "test"]),
+        (scored, ["train, not used", "val, not used", "test"]),
     ):
         assert [line.split(":")[0] for line in details] == expected
 
@@ -57,16 +53,8 @@ def test_without_validation_text_the_last_tenth_of_train_is_held_out(tmp_path):
     assert (train + held_out, len(held_out)) == ("0123456789" * 10, 10)
     made = sha256(synthetic_text(3, 500)).hexdigest()  # the same on every machine
     assert made.startswith("98c2a4ca940f8991") and synthetic_text(3) != synthetic_text(4)
-    for name, expected in (
-        (write(tmp_path / "all", train_txt="0123456789"), b"0123456789"),
-        (write(tmp_path / "two", train_txt="01"), b"01"),
-        ("synthetic", synthetic_text(3)),
-    ):
-        split, scored = load_to_evaluate(name, "text", 3)
-        assert (split, bytes(scored.held_out.numpy())) == ("all", expected)
-        assert scored.description.startswith(f"{len(expected):,} bytes (fingerprint ")
-    with pytest.raises(UserError, match="has 1 bytes: too few"):
-        load_to_evaluate(write(tmp_path / "short", train_txt="0"), "text")
+    texts, details = read_splits("synthetic", "text", 3)
+    assert bytes(texts["train"].numpy()) == synthetic_text(3) and details == []
 
 
 def test_rows_end_with_a_line_and_other_files_are_left_out(tmp_path):
@@ -130,7 +118,7 @@ def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, mo
     made = load()
     (file,) = (cache / "text").iterdir()
     with monkeypatch.context() as patched:  # the second process reads nothing but the cache
-        patched.setattr(cache_files.secrets, "token_hex", None)
+        patched.setattr(sharing.os, "fsync", None)
         again = load()
     assert again.description == made.description and torch.equal(again.train, made.train)
     with file.open("r+b") as opened:
@@ -148,78 +136,23 @@ def test_held_out_windows_predict_every_byte_once():
     data = torch.arange(101, dtype=torch.uint8)
     windows = Windows(data, 16)
     batch = windows.__getitems__(range(len(windows)))
+    # Otherwise a pinned batch would be copied to the GPU through pageable memory, with a wait.
+    assert all(part.is_contiguous() for part in batch.values())
     assert batch["targets"][batch["targets"] >= 0].tolist() == list(range(1, 101))
     assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
+    some = windows.select(np.array([2, 6])).__getitems__([0, 1])
+    assert all(torch.equal(some[name], batch[name][[2, 6]]) for name in batch)
+    assert len(Windows(data[:97], 16)) == 6  # all are full
 
 
 def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
-    """Also by persistent workers, which began with another."""
     data = torch.arange(250, dtype=torch.uint8)
     windows, cuts = Windows(data, 16, seed=3), set()
-    loader = torch.utils.data.DataLoader(
-        windows, len(windows), num_workers=1, persistent_workers=True, collate_fn=already_a_batch
-    )
     for epoch in range(8):
-        windows.set_offset(epoch)
-        read = windows.__getitems__(range(len(windows)))["inputs"].flatten()
+        keys = [(epoch, index) for index in range(len(windows))]
+        read = windows.__getitems__(keys)["inputs"].flatten()
         first = int(read[0])
         assert len(read) >= 250 - 2 * 16 and torch.equal(read, data[first : first + len(read)])
-        assert torch.equal(next(iter(loader))["inputs"].flatten(), read)
+        assert torch.equal(windows.__getitems__(keys[3:5])["inputs"].flatten(), read[48:80])
         cuts.add(first)
     assert len(cuts) >= 4
-
-
-# ------------------------------------------------------------------------------------------ streams
-
-
-def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
-    documents = [f"document {number:04d} is this one" for number in range(600)]
-    rows = [json.dumps({"text": document}) + "\n" for document in documents]
-    (tmp_path / "text.jsonl").write_text("".join(rows))
-    length = len(documents[0]) + 1
-    stream = iter(stream_windows(str(tmp_path), "text", length, Share(2, 2), 30, 0))
-    windows = [window for _ in range(900) for window in next(stream)["inputs"].tolist()]
-    seen = [bytes(window).decode()[9:13] for window in windows]
-    held_out = {text[9:13] for text in documents if lanes.is_held_out(f"{text}\n".encode())}
-    assert 2 <= len(held_out) <= 30
-    assert set(seen) == {document[9:13] for document in documents} - held_out
-    assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # about three passes
-    held = load_held_out(str(tmp_path), "text")
-    assert len(held.held_out) == len(held_out) * length
-    (tmp_path / "text.jsonl").rename(tmp_path / "other.jsonl")
-    assert load_held_out(str(tmp_path), "text").description != held.description
-
-
-def test_windows_of_a_stream_follow_each_other_and_depend_on_the_seed(tmp_path):
-    name = write(tmp_path, a_jsonl=as_lines("some words ", 300))
-
-    def first(seed):
-        return next(iter(stream_windows(name, "text", 16, Share(1, 40), 40, seed)))
-
-    batch, again, other = first(0), first(0), first(1)
-    # Otherwise a pinned batch would be copied to the GPU through pageable memory, with a wait.
-    mapped = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0).__getitems__(range(4))
-    for some in (batch, mapped):
-        assert all(some[name].is_contiguous() for name in ("inputs", "targets", "ids"))
-    assert batch["inputs"].shape == batch["targets"].shape == (40, 16)
-    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    assert torch.equal(batch["inputs"], again["inputs"])
-    assert not torch.equal(batch["inputs"], other["inputs"])
-    # A buffer has 40 windows, each of which begins with the last byte of another.
-    texts = [f"some words {i}\n".encode() for i in range(300)]
-    text = b"".join(text for text in texts if not lanes.is_held_out(text))
-    places = [text.index(bytes(window.tolist())) for window in batch["inputs"]]
-    assert sorted(places) == list(range(0, 640, 16))
-    held_out = load_held_out(name, "text")
-    assert held_out.details == [] and "bytes are held out (fingerprint " in held_out.description
-
-
-def test_what_cannot_be_streamed_ends_the_run(tmp_path):
-    lines = [b'{"text": "fine so far"}\n'] * 200
-    (tmp_path / "a.jsonl").write_bytes(b"".join([*lines, b'{"text": "\xff\xfe\xfd"}\n']))
-    with pytest.raises(RunFailed, match="cannot be read after row"):
-        list(stream_windows(str(tmp_path), "text", 16, Share(1, 4), 200, 0))
-    (tmp_path / "b.txt").write_text("plain")
-    for name in (str(tmp_path / "b.txt"), "synthetic"):
-        with pytest.raises(UserError, match="is mapped into memory: leave out --streaming"):
-            load_held_out(name, "text")

@@ -1,24 +1,13 @@
 """Streamed documents: the same batches on any number of processes, from any position."""
 
-import numpy as np
 import pytest
 from harness.chats import conversations, make_tokenizer, say, token_stream, write_rows
 from harness.data import global_batches
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from utils.language import tokens as module
 from utils.language.packing import TokenSettings
-from utils.language.tokens import (
-    MemoryReader,
-    count_lanes,
-    load_held_out,
-    load_tokens,
-    next_source,
-)
+from utils.language.tokens import count_lanes, load_held_out
 from utils.run.failures import RunFailed, UserError
-
-BLOCK = 48
 
 
 @pytest.fixture(scope="module")
@@ -100,98 +89,25 @@ def test_a_stream_continues_where_a_pass_ends(tmp_path, tokenizer):
         assert before + read(30 - stop, position)[0] == whole, stop
 
 
-# --------------------------------------------------------------------------------------- mixtures
+def test_any_number_of_processes_reads_the_same_blocks_from_any_position(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "chats.jsonl", conversations(range(80)))
 
-MIXED, WEIGHTS = 4, [3.0, 1.0]
+    def batches(processes, count, position=None, seed=0):
+        options = dict(lanes=4, buffer=4, seed=seed, position=position)
+        readers = []
+        for process in range(processes):
+            options["share"] = (process, processes)
+            readers.append(iter(token_stream(path, tokenizer, 48, 8 // processes, **options)))
+        return global_batches(readers, "input_ids", count)
 
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """Files with 40 conversations, which are soon exhausted, and with 200 texts."""
-    folder = tmp_path_factory.mktemp("sources")
-    texts = [{"text": f"text {n}" + " of some words" * (1 + n % 9)} for n in range(200)]
-    chats = write_rows(folder / "chats.jsonl", conversations(range(40)))
-    return [chats, write_rows(folder / "texts.jsonl", texts)]
-
-
-@pytest.fixture(scope="module")
-def in_memory(sources, tokenizer):
-    return [load_tokens(name, TokenSettings(tokenizer, BLOCK)).splits["train"] for name in sources]
-
-
-def test_a_pass_has_every_document_once_in_an_order_of_its_own(in_memory):
-    blocks = in_memory[0]
-    count = len(blocks.pieces.starts)
-    readers = [iter(MemoryReader(blocks, 7, lane, 3)) for lane in range(3)]
-    documents = [next(readers[number % 3])[0] for number in range(3 * count)]
-    targets = sum(document.is_target[1:].sum() for document in documents)
-    assert targets == 3 * blocks.target_tokens < sum(len(some.tokens) for some in documents)
-    found = [document.tokens.tobytes() for document in documents]
-    passes = [found[start : start + count] for start in range(0, 3 * count, count)]
-    assert len(set(passes[0])) == count and sorted(passes[0]) == sorted(passes[1])
-    assert passes[0] != passes[1] != passes[2] != passes[0]
-    reader = MemoryReader(blocks, 7, 1, 3)
-    reader.seek(count // 3)
-    assert next(iter(reader))[0].tokens.tobytes() == found[count // 3 * 3 + 1]
-
-
-def mixed_batches(sources, tokenizer, processes, count, position=None, seed=0):
-    """The blocks of `count` global batches, and the position that a checkpoint would store."""
-    options = dict(lanes=MIXED, buffer=4, weights=WEIGHTS, seed=seed, position=position)
-    readers = []
-    for process in range(processes):
-        options["share"] = (process, processes)
-        readers.append(iter(token_stream(sources, tokenizer, BLOCK, 8 // processes, **options)))
-    return global_batches(readers, "input_ids", count)
-
-
-@pytest.mark.parametrize("where", ["memory", "stream"])
-def test_any_number_of_processes_mixes_the_same_blocks_from_any_position(
-    where, sources, in_memory, tokenizer
-):
-    mixed = in_memory if where == "memory" else sources
-    whole, last = mixed_batches(mixed, tokenizer, 1, 40)
-    assert mixed_batches(mixed, tokenizer, 4, 40) == (whole, last)
-    for stop in (1, 3, 17):
-        before, position = mixed_batches(mixed, tokenizer, 2, stop)
-        middle, position = mixed_batches(mixed, tokenizer, 4, 5, position)
-        rest, end = mixed_batches(mixed, tokenizer, 1, 35 - stop, position)
+    whole, last = batches(1, 40)
+    assert batches(4, 40) == (whole, last) and batches(1, 40, seed=1)[0] != whole
+    for stop in (1, 17):
+        before, position = batches(2, stop)
+        middle, position = batches(4, 5, position)
+        rest, end = batches(1, 35 - stop, position)
         assert (before + middle + rest, end) == (whole, last), stop
-    taken = [
-        sum(counts)
-        for counts in zip(*(at["reader"]["documents"] for at in last.values()), strict=True)
-    ]
-    assert taken[0] > 2 * 40  # it was exhausted
-    assert taken[0] / sum(taken) == pytest.approx(3 / 4, abs=8 / sum(taken))
-    assert mixed_batches(mixed, tokenizer, 1, 40, seed=1)[0] != whole
 
 
 def test_common_numbers_of_processes_divide_the_lanes():
     assert [count_lanes(size) for size in (1, 3, 16, 24, 64, 96, 512)] == [1, 1, 16, 8, 64, 32, 64]
-
-
-def order(weights, count, taken=None, lane=0):
-    """The sources of `count` documents; and how many of each were taken."""
-    taken, found = taken or [0] * len(weights), []
-    for _ in range(count):
-        found.append(next_source(weights, taken, lane))
-        taken = [n + (source == found[-1]) for source, n in enumerate(taken)]
-    return found, taken
-
-
-@given(st.lists(st.floats(0.001, 1), min_size=2, max_size=6), st.integers(0, 700))
-@settings(max_examples=15)
-def test_each_source_stays_within_two_documents_of_its_share(weights, stop):
-    weights = [weight**3 / sum(one**3 for one in weights) for weight in weights]
-    whole, taken = order(weights, 2000)
-    for source, weight in enumerate(weights):
-        counts = np.cumsum([other == source for other in whole])
-        windows = counts[1000:] - counts[:-1000]
-        assert abs(windows - 1000 * weight).max() < 2, weights
-    together = np.array([order(weights, 300, lane=lane)[0] for lane in range(8)]).T.ravel()
-    for source, weight in enumerate(weights):
-        counts = np.cumsum(together == source)
-        assert abs(counts[1000:] - counts[:-1000] - 1000 * weight).max() < 8  # one percent are ten
-    # A resume is an order that begins with what was taken.
-    before, taken = order(weights, stop)
-    assert before + order(weights, 2000 - stop, taken)[0] == whole

@@ -22,36 +22,6 @@ def script():
     return load_script("train_lm")
 
 
-# ------------------------------------------------------------------------------------------- data
-
-
-class Blocks(list):
-    def select(self, indices):
-        return Blocks(self[i] for i in indices)
-
-    def prompts(self, count):
-        return self[:count]
-
-
-def test_each_source_has_its_share_of_the_evaluated_blocks(script):
-    sets = {"many": Blocks(range(90)), "few": Blocks(range(10)), "one": Blocks([0])}
-
-    def choose(count, seed):
-        one = fakes.accelerator(prepare=lambda loader: loader)
-        args = SimpleNamespace(block_size=8, seed=seed)
-        loaders = script.build_eval_loaders(one, sets, args, count)
-        return {name: loader.dataset for name, loader in loaders.items()}
-
-    chosen = choose(20, seed=3)
-    assert {name: len(blocks) for name, blocks in chosen.items()} == dict(many=18, few=2, one=1)
-    assert chosen == choose(20, 3) != choose(20, 4) and choose(None, 3) == sets
-
-
-def test_prompts_are_those_of_each_source_in_turn(script):
-    sets = {"a": Blocks(["a0", "a1", "a2"]), "b": Blocks(["b0", "b1"]), "c": Blocks()}
-    assert script.first_prompts(sets) == ["a0", "b0", "a1"]
-
-
 # ---------------------------------------------------------------------------------------- samples
 
 
@@ -63,17 +33,18 @@ def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
     monkeypatch.setattr(script, "generate", generate)
     tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
     prompts = [([1], "yes"), ([2], "yes "), ([3], "yes ")]
-    sets = {"synthetic": SimpleNamespace(prompts=lambda count: prompts)}
-    args = SimpleNamespace(dataset=["synthetic"], dry_run=False)
+    held_out = SimpleNamespace(prompts=lambda count: prompts)
+    args = SimpleNamespace(dataset="synthetic", loss_on="answers", dry_run=False)
 
     def share(here, **changed):
         options = SimpleNamespace(**vars(args) | changed)
-        return script.share_of_exact(here, "model", tokenizer, sets, options)
+        return script.share_of_exact(here, "model", tokenizer, held_out, options)
 
     assert share(fakes.accelerator()) == {"exact_answers": pytest.approx(2 / 3)}
     assert share(fakes.accelerator(2, rank=1)) == share(fakes.accelerator(is_fsdp2=True)) == {}
-    assert share(fakes.accelerator(), dataset=["a"]) == {}
+    assert share(fakes.accelerator(), dataset="a") == {}
     assert share(fakes.accelerator(), dry_run=True) == {}
+    assert share(fakes.accelerator(), loss_on="all") == {}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -109,7 +80,7 @@ def test_the_card_names_what_is_on_the_hub(script, part, kind, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / part).mkdir()
     (tmp_path / "mine").mkdir()
-    args = SimpleNamespace(model="a/b", from_scratch=False, dataset=["mine", "synthetic", "c/d"])
+    args = SimpleNamespace(model="a/b", from_scratch=False, dataset="c/d")
     card = script.describe_model(args, tmp_path, kind)
     assert card["metadata"] == {"base_model": "a/b", "datasets": ["c/d"]}
     assert card["library"] == {"model": "transformers", "adapter": "peft"}[part]
@@ -119,6 +90,8 @@ def test_the_card_names_what_is_on_the_hub(script, part, kind, tmp_path, monkeyp
     assert "in bfloat16, which" in script.describe_model(args, tmp_path, kind)["weights"]
     for args.model, args.from_scratch in (("a/b", True), ("mine", False), ("tiny", False)):
         assert script.describe_model(args, tmp_path, kind)["metadata"] == {"datasets": ["c/d"]}
+    for args.dataset in ("mine", "synthetic"):
+        assert script.describe_model(args, tmp_path, kind)["metadata"] == {}
 
 
 # -------------------------------------------------------------------------------------- arguments
@@ -130,7 +103,6 @@ def parse(script, monkeypatch, words):
 
 
 LORA = "--model m --lora_rank 4"
-MIXED = "--max_train_steps 4 --mixture"
 
 
 @pytest.mark.parametrize(
@@ -138,14 +110,11 @@ MIXED = "--max_train_steps 4 --mixture"
     [
         ("", dict(lr=4e-3, epochs=2, block_size=256, max_grad_norm=1.0, lr_schedule="cosine")),
         ("--model m", dict(lr=2e-5, epochs=1, block_size=1024, batch_size=16, weight_decay=0.1)),
-        (LORA, dict(lr=2e-4, lora_alpha=8.0, dtype=None)),
-        (f"{LORA} --lora_alpha 3 --dtype bfloat16", dict(lora_alpha=3.0, dtype="bfloat16")),
-        ("--model m --adapter a --dtype bfloat16", dict(lr=2e-4, lora_rank=0)),
+        (LORA, dict(lr=2e-4, lora_alpha=8.0)),
+        (f"{LORA} --lora_alpha 3", dict(lora_alpha=3.0)),
         ("--model m --lora_rank 0", dict(lr=2e-5)),
         ("--overfit_batch", dict(lr_schedule="constant", max_train_steps=200)),
-        (f"--dataset a b {MIXED} 3 1", dict(dataset=["a", "b"], mixture=[3.0, 1.0])),
-        (f"--subset x {MIXED} 2", dict(subset="x", mixture=[2.0], dataset=["synthetic"])),
-        ("--streaming --max_train_steps 4", dict(streaming=True, mixture=None)),
+        ("--streaming --max_train_steps 4", dict(streaming=True, val_fraction=0.1)),
     ],
 )
 def test_what_is_not_given_follows_from_the_rest(script, words, expected, monkeypatch):
@@ -156,19 +125,10 @@ def test_what_is_not_given_follows_from_the_rest(script, words, expected, monkey
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--model m --lora_rank 4 --adapter a", "--adapter has a rank of its own"),
         ("--lora_rank 4", "LoRA adapts pretrained weights"),
-        ("--adapter a", "LoRA adapts pretrained weights"),
         (f"{LORA} --from_scratch", "LoRA adapts pretrained weights"),
-        ("--model m --dtype bfloat16", "--dtype bfloat16 is for the frozen weights"),
         ("--streaming", "--streaming needs --max_train_steps"),
         ("--streaming --max_train_steps 4 --overfit_batch", "--streaming needs"),
-        ("--dataset a b", "2 data sets and --mixture 0 shares"),
-        (f"{MIXED} 1 1", "1 data sets and --mixture 2 shares"),
-        ("--mixture 1", "--mixture needs --max_train_steps"),
-        (f"{MIXED} 1 --overfit_batch", "--mixture needs"),
-        (f"--dataset a a {MIXED} 1 1", "the same data set twice"),
-        (f"--dataset a b {MIXED} 1 1 --subset x", "--subset is of a single"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(script, words, says, monkeypatch):
@@ -214,3 +174,13 @@ def test_a_known_gpu_has_an_mfu(script, tied, frozen, monkeypatch):
     assert script.rates_per_block(here, model, args)["mfu"] == pytest.approx(32 * flops / 1e9)
     config.num_experts_per_tok = 2
     assert "mfu" not in script.rates_per_block(here, model, args)
+
+
+def test_patience_needs_a_validation_split(script, monkeypatch):
+    data = SimpleNamespace(held_out="test")
+    monkeypatch.setattr(script, "local_main_first", lambda *_: data)
+    monkeypatch.setattr(script, "agree", lambda *_: "")
+    names = ("subset", "loss_on", "block_size", "val_fraction", "seed")
+    args = dict.fromkeys(names) | {"dataset": "a", "streaming": False, "patience": 1}
+    with pytest.raises(UserError, match="--patience needs a validation split"):
+        script.load_data(None, None, True, SimpleNamespace(**args))

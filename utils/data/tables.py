@@ -6,9 +6,9 @@ or lower case. Of the files in which a split is stored, the part before the numb
 """
 
 import contextlib
-import csv
 import glob
 import hashlib
+import logging
 import re
 from pathlib import Path
 
@@ -31,6 +31,7 @@ READERS = {
     ".tsv": "csv",
 }
 STRIPPED = r"(?i)\.[a-z0-9]+(\.(gz|bz2|xz))?$"  # the suffix of a file, as in train.txt.gz
+MOST_COLUMNS = 10_000  # of a CSV file
 # Files that the `datasets` library writes about a data set.
 METADATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 
@@ -68,20 +69,17 @@ def one_each(place, names):
 
 
 def refuse_almost_splits(place, split_of_name):
-    """Raises UserError if all names contain the word of a split, and some are none: train_images.
+    """Raises UserError if names have the words of several splits, and are no splits: train_images.
 
-    Args: split_of_name (dict): name -> split or None.
+    Args: split_of_name (dict): name -> split or None. A name without such a word allows any other.
     """
     words = {name: re.findall("train|val|dev|test", name.lower()) for name in split_of_name}
     almost = [name for name, split in split_of_name.items() if split is None]
-    if not almost or not all(words.values()):
-        return
-    if len({WORDS[found[-1]] for found in words.values()}) > 1:
+    if almost and all(words.values()) and len({WORDS[some[-1]] for some in words.values()}) > 1:
         first = min(almost)
-        split = WORDS[words[first][-1]]
         raise UserError(
-            f"--dataset {place}: rename {first}: to {split} if it is a split (only that name is "
-            "one), or to a name without this word in it"
+            f"--dataset {place}: rename {first}: to {WORDS[words[first][-1]]} if it is a split "
+            "(only that name is one), or to a name without this word in it"
         )
 
 
@@ -124,12 +122,10 @@ def files_by_split(root, files):
     if len(found) == 1:
         return {"train": next(iter(found.values()))}
     if None in found:
-        first = next(files[0] for split, files in found.items() if split)
-        other = found[None][0].name
+        split, other = next(filter(None, found)), found[None][0].name
         raise UserError(
-            f"--dataset {root}: by its name, {first.name} is one of its splits, and "
-            f"{other} is not: rename or remove one of them "
-            "(train.*, val.* and test.* are splits)"
+            f"--dataset {root}: by its name, {found[split][0].name} is one of its splits, and "
+            f"{other} is not: rename or remove one of them (train.*, val.* and test.* are splits)"
         )
     if "train" not in found:
         raise UserError(
@@ -169,21 +165,18 @@ def local_path(name, alternatives):
     return None
 
 
-def load_table(
-    name, *, subset=None, files=None, streaming=False, alternatives="", reader=None, **options
-):
+def load_table(name, *, subset=None, files=None, streaming=False, alternatives=""):
     """Loads rows with the `datasets` library.
 
     All values of CSV files are strings, exactly as they are written: 007 and NA are text.
 
     Args:
         name (str): a Hub id, a folder in the Hub's layout, or a file with one of the suffixes in
-            `READERS`; files with any other suffix are read as text.
+            `READERS`.
         subset (str | None): the name of a configuration of a Hub id.
         files (dict[str, list[Path]] | None): by split, load these instead; all are of one kind.
         streaming (bool): read rows as they are needed, instead of all of them now.
         alternatives (str): what else the user can give; an error message ends with it.
-        reader (str | None): of the library, for files, and `options` of it; None: as their suffix.
 
     Returns:
         datasets.DatasetDict | datasets.IterableDatasetDict: by split; a single file is `train`.
@@ -194,6 +187,7 @@ def load_table(
     import datasets  # here, because it takes a second, and folders of images do not need it
 
     datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # errors are raised, too
     path = local_path(name, alternatives)
     if not path:
         alternatives = f"there is no such file or folder here; {alternatives}".removesuffix("; ")
@@ -202,12 +196,7 @@ def load_table(
     source = dict(path=str(path or name), name=subset)
     if files:
         suffix = next(iter(files.values()))[0].suffix.lower()
-        reader = reader or READERS.get(suffix, "text")
         for file in (file for some in files.values() for file in some):
-            if reader == "csv":
-                # Of all columns: with `usecols`, pandas would cut off longer rows.
-                converters = dict.fromkeys(header(file), str)
-                options |= dict(converters=converters, keep_default_na=False)
             if "::" in str(file):  # the library takes what follows for a path in an archive
                 raise UserError(f"--dataset {name}: rename {file}, because of the `::`")
         # The library takes names for patterns. It knows files by their time of change; and here by
@@ -215,31 +204,21 @@ def load_table(
         named = {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
         sizes = [file.stat().st_size for some in files.values() for file in some]
         version = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
-        source = dict(path=reader, name=version, data_files=named, **options)
-        source |= {"sep": "\t"} if suffix == ".tsv" else {}
+        source = dict(path=READERS[suffix], name=version, data_files=named)
+        if READERS[suffix] == "csv":
+            texts = dict.fromkeys(range(MOST_COLUMNS), str)  # of columns by their numbers
+            source |= dict(converters=texts, keep_default_na=False)
+            source |= dict(sep="\t" if suffix == ".tsv" else ",")
     with loading(name, alternatives):
-        return datasets.load_dataset(**source, streaming=streaming)
-
-
-def header(path):
-    """The names of the columns of a CSV or TSV file.
-
-    Raises:
-        UserError: it cannot be read, has another separator, or a first row with more fields than
-            names: pandas would take the first field for the name of the row.
-    """
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    with loading(path, ""), open(path, encoding="utf-8-sig", newline="") as file:
-        rows = filter(None, csv.reader(file, delimiter=separator))
-        names, first = next(rows, []), next(rows, [])
-    if len(names) == 1 and (other := re.search(r"[;\t]", names[0])):
-        raise UserError(f"the columns of {path} are separated by {other[0]!r}: convert it to CSV")
-    if len(first) > len(names):
-        raise UserError(
-            f"{path} names {len(names)} columns, and its first row has {len(first)} fields: name "
-            "each column, and quote a text that contains the separator"
-        )
-    return names
+        tables = datasets.load_dataset(**source, streaming=streaming)
+        for table in tables.values() if source["path"] == "csv" else ():
+            # pandas takes the first fields of longer rows for their names.
+            if "__index_level_0__" in (table.column_names or next(iter(table), {})):
+                raise UserError(
+                    f"--dataset {name}: rows have more fields than there are names of columns: "
+                    "name each column, and quote a text that contains the separator"
+                )
+    return tables
 
 
 def describes_itself(folder):
@@ -257,7 +236,7 @@ def loading(name, alternatives):
     try:
         yield
     except Exception as error:  # errors of datasets, fsspec, pyarrow or the network
-        if full_disk(error):
+        if full_disk(error) or isinstance(error, UserError):
             raise
         ending = f"; {alternatives}" if alternatives else ""
         raise UserError(f"cannot load --dataset {name} ({first_line(error)}){ending}") from None

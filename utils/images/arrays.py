@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from utils.data.cache_files import cached
+from utils.data.sharing import cached
 from utils.images.augment import to_device
 from utils.images.decoding import BadImage, Images, Pixels
 from utils.images.local import SIZE
@@ -134,7 +134,7 @@ def _decoded(source):
                 yield bytes(size)
         yield readable.tobytes()
 
-    stored = cached("decoded images", parts(), source.version, count * (size + 1))
+    stored = cached("decoded images", parts(), source.version)
     readable = stored[count * size :].numpy().astype(bool)
     return stored[: count * size].view(count, 3, SIZE, SIZE), readable
 

@@ -1,4 +1,4 @@
-"""Random crop and flip of a whole batch at once, on the device of its images.
+"""Random crop, flip and cutout of a whole batch at once, on the device of its images.
 
 The augmentation of a sample is a deterministic function of the seed, the epoch and the id of the
 sample. So a sample looks the same in a given epoch on any number of processes, in any batch, before
@@ -42,6 +42,26 @@ def augment(images, ids, epoch, seed, *, padding=2):
     source = (rows[:, :, None] + columns[:, None, :]).flatten(1)
     source = source[:, None].expand(-1, images.shape[1], -1)
     return images.flatten(2).gather(2, source).view(images.shape)
+
+
+def cut_out(images, ids, epoch, seed, side, color):
+    """Paints a square in each image (T. DeVries, arXiv:1708.04552); its center is in the image.
+
+    Args:
+        images, ids: as for `augment`.
+        side (int): of the square, in pixels.
+        color: float32 [channels]; the mean of the data becomes 0 by `normalize`.
+
+    Returns:
+        uint8 images of the same shape.
+    """
+    inside = []  # per axis: whether a position is inside the square
+    for stream, size in zip((3, 4), images.shape[-2:], strict=True):
+        center = random_uint32(seed, epoch, ids, stream) % size
+        offset = torch.arange(size, device=ids.device) - center[:, None] + side // 2
+        inside.append(to_device((offset >= 0) & (offset < side), images.device))
+    square = inside[0][:, None, :, None] & inside[1][:, None, None, :]
+    return torch.where(square, color.round().to(torch.uint8).view(-1, 1, 1), images)
 
 
 def normalize(images, mean, std, size=None):

@@ -21,7 +21,7 @@ import torch
 from utils.data.scan import scan, stamp
 from utils.data.tables import SPLITS, one_each, refuse_almost_splits, split_of
 from utils.images.decoding import Files, Images, Pixels
-from utils.run.domains import shown
+from utils.run.arguments import shown
 from utils.run.failures import UserError
 from utils.run.files import regular_file
 

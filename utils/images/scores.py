@@ -2,7 +2,7 @@
 
 import torch
 
-from utils.evaluation import mean_and_error, moments, with_error
+from utils.data.evaluation import mean_and_error, moments, with_error
 from utils.run.failures import UserError
 
 

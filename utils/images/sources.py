@@ -15,7 +15,7 @@ from utils.data.scan import LeftOut
 from utils.data.tables import SPLITS, hold_out, local_path
 from utils.images import local
 from utils.images.decoding import Images
-from utils.run.domains import shown
+from utils.run.arguments import shown
 from utils.run.failures import UserError
 from utils.run.output import one_line, plural
 

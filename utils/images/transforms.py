@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
-from utils.data.permutation import sample_seed
+from utils.data.loaders import sample_seed
 from utils.images.decoding import BadImage
 from utils.run.failures import UserError
 

@@ -10,16 +10,19 @@ import warnings
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from huggingface_hub import split_torch_state_dict_into_shards
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from utils.language import causal_lm, sharded_files
+from utils.language import causal_lm
 from utils.report.model_card import ADAPTER, MODEL
 from utils.run.collectives import run_on_all, run_on_main
 from utils.run.failures import UserError
 from utils.run.files import read_json, set_usual_mode, sync, write_json
 
+SHARD_SIZE = "5GB"  # of a file, at most
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # of safetensors
 # Of peft, about its own call of transformers; every process would print it.
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 # Of peft, about experts, whose fused weights get no adapters.
@@ -62,37 +65,6 @@ def add_lora(model, rank, alpha, dropout, targets):
 def _is_matrix(layer):
     weight = getattr(layer, "weight", None)
     return getattr(weight, "ndim", 0) == 2 and not isinstance(layer, torch.nn.Embedding)
-
-
-def load_adapter(model, path):
-    """Freezes a model, and adds the adapter in a folder, to train it further.
-
-    Raises UserError if there is none, or it is that of another model.
-    """
-    folder = Path(path).expanduser()
-    folder = folder / ADAPTER if (folder / ADAPTER).is_dir() else folder
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise UserError(f"--adapter {path} holds no adapter_model.safetensors")
-    return _attach(model, folder, is_trainable=True)
-
-
-def _attach(model, folder, **options):
-    """Adds the adapter in a folder: all of it, and to all layers that it is for."""
-    try:
-        model = PeftModel.from_pretrained(model, folder, **options)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the adapter {folder} does not fit the model: {reason}") from None
-    # Of names that one of them lacks, peft only warns.
-    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        saved = {name for name in file.keys() if "lora_" in name}  # noqa: SIM118 (not a dict)
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    own = {name for name in state if "lora_" in name}
-    if saved != own:
-        where = "the adapter" if saved - own else "the model"
-        name = sorted(saved ^ own)[0]
-        raise UserError(f"the adapter {folder} is that of another model: only {where} has {name}")
-    return model
 
 
 def save_trained_only(model):
@@ -186,14 +158,14 @@ def _write_shards(accelerator, folder, model, tokenizer):
     """
     dtype, writing = model.export_dtype, folder / f".{MODEL}.writing"
 
-    def lay_out():
-        if sharded_files.keeps_names(model):
+    def begin():
+        if causal_lm.keeps_names(model):
             _begin(folder, model, {}, tokenizer, dtype)
-            return sharded_files.lay_out(writing, model, dtype)
+            return lay_out(writing, model, dtype)
 
-    layout = run_on_main(accelerator, lay_out)
+    layout = run_on_main(accelerator, begin)
     if layout is not None:
-        run_on_all(accelerator, lambda: sharded_files.write(writing, layout, model, dtype))
+        run_on_all(accelerator, lambda: write_slices(writing, layout, model, dtype))
         run_on_main(accelerator, lambda: _complete(writing))
     return layout is not None
 
@@ -204,7 +176,7 @@ def _begin(folder, model, state, tokenizer, dtype):
     shutil.rmtree(writing, ignore_errors=True)
     # Whoever loads the model stops where its answers end.
     model.generation_config.eos_token_id = causal_lm.ends(model, tokenizer)["eos_token_id"]
-    model.save_pretrained(writing, state_dict=state, max_shard_size=sharded_files.SHARD_SIZE)
+    model.save_pretrained(writing, state_dict=state, max_shard_size=SHARD_SIZE)
     if dtype is not None:  # transformers writes that in which the model was trained
         settings = read_json(writing / "config.json")
         write_json(writing / "config.json", settings | {"dtype": str(dtype).rpartition(".")[2]})
@@ -224,6 +196,90 @@ def _complete(writing):
     shutil.rmtree(folder / part, ignore_errors=True)
     os.replace(writing, folder / part)
     sync(folder)
+
+
+# ------------------------------------------------------------------------------------------ slices
+
+
+def lay_out(folder, model, dtype):
+    """Makes the files that `save_pretrained` writes of a model, without values; on one process.
+
+    Args:
+        folder (Path): it must exist.
+        dtype: of the values, one of `TYPES`.
+
+    Returns:
+        dict: name of a file -> for each of its weights, the byte at which its values begin.
+    """
+    state = model.state_dict(keep_vars=True)
+    twice = {
+        name for name, first in model.all_tied_weights_keys.items() if state[name] is state[first]
+    }
+    sizes = {
+        name: torch.empty(weight.shape, dtype=dtype, device="meta")
+        for name, weight in state.items()
+        if name not in twice
+    }
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_SIZE)
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index)
+    return {
+        name: _make_file(folder / name, {key: sizes[key] for key in keys})
+        for name, keys in split.filename_to_tensors.items()
+    }
+
+
+def _make_file(path, sizes):
+    """Writes the header of a file, as safetensors does, and makes it as long as it will be."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, like in sorted(sizes.items()):
+        offsets = [end, end := end + like.nbytes]
+        shape = list(like.shape)
+        header[name] = {"dtype": TYPES[like.dtype], "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        begin = file.tell()
+        file.truncate(begin + end)
+    return {name: begin + header[name]["data_offsets"][0] for name in sizes}
+
+
+def write_slices(folder, layout, model, dtype):
+    """Writes the slices of this process into files, and waits until they are on disk.
+
+    Args:
+        folder (Path): on a disk that all machines share.
+        layout (dict): what `lay_out` returned, with this dtype.
+        model: sharded by rows, as FSDP2 does.
+    """
+    state = model.state_dict()
+    for file_name, begins in layout.items():
+        # Only to write: to a file that may be read, too, NFS writes whole pages, over what other
+        # machines wrote to their part of a page.
+        with open(os.open(folder / file_name, os.O_WRONLY), "wb") as file:
+            for name, begin in begins.items():
+                weight = state[name]
+                start, part = causal_lm.own_part(weight)
+                if part.numel() == 0 or not _is_first_copy(weight):
+                    continue
+                row = weight.shape[1:].numel() * dtype.itemsize
+                file.seek(begin + start[0] * row)
+                values = part.detach().to("cpu", dtype).contiguous().view(-1)
+                file.write(values.view(torch.uint8).numpy())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _is_first_copy(weight):
+    """Whether this process is of the first of several copies of a model (hybrid sharding)."""
+    placed = zip(weight.device_mesh.get_coordinate(), weight.placements, strict=True)
+    return all(place == 0 for place, placement in placed if placement.is_replicate())
+
+
+# ----------------------------------------------------------------------------------------- loading
 
 
 def load_trained(path, **options):
@@ -253,10 +309,11 @@ def _load_adapted(folder, **options):
         raise UserError(f"{folder / ADAPTER} does not say what its base model is")
     model, _ = _load(base, **options)
     trained_on = (read_json(folder / "args.json") or {}).get("data", {}).get("base")
-    config = AutoConfig.from_pretrained(causal_lm.find(base)).get_text_config()
-    if trained_on and trained_on != causal_lm.fingerprint(base, config):
+    if trained_on and trained_on != causal_lm.fingerprint(base):
         raise UserError(f"{folder / ADAPTER} was trained on another model than {base} is now")
-    return _attach(model, folder / ADAPTER), AutoTokenizer.from_pretrained(folder / ADAPTER)
+    with causal_lm.loading(base, "adapter"):
+        model = PeftModel.from_pretrained(model, folder / ADAPTER)
+    return model, AutoTokenizer.from_pretrained(folder / ADAPTER)
 
 
 def _load(name, **options):

@@ -11,7 +11,7 @@ import mmap
 import os
 import random
 
-from utils.data.permutation import sample_seed
+from utils.data.loaders import sample_seed
 from utils.language.rows import Rows, Table, open_rows, reading
 from utils.run.failures import UserError
 
@@ -49,17 +49,6 @@ def find_documents(name, settings, *, streaming=False):
             raise
         line = f"--dataset {name} has several subsets: give --subset, one of those on its page"
         raise UserError(line) from None
-
-
-def asked(table):
-    """How a model of the documents of a table is asked, as `KINDS`: as a prompt that is a
-    conversation, by `messages`.
-    """
-    if table.kind != "prompt":
-        return table.kind
-    prompts = (row.get("prompt") for row in table.splits["train"] if row)
-    first = next((prompt for prompt in prompts if prompt is not None), "")
-    return "prompt" if isinstance(first, str) else "messages"
 
 
 # ------------------------------------------------------------------------------------ plain text

@@ -156,17 +156,15 @@ class RowReader:
 
         rows = splits["train"]
         self._rows = replace(rows, rows=split_dataset_by_node(rows.rows, number, lanes))
-        self._encode, self._begin, self._is_read = encode, None, False
-        self._every = "val" in splits
+        self._encode, self._every = encode, "val" in splits
 
     @property
     def position(self):
-        """The state of the rows, between two of them; `datasets` has none before the first."""
-        return self._rows.rows.state_dict() if self._is_read else self._begin
+        """The state of the rows, behind one that was read: `datasets` has none before the first."""
+        return self._rows.rows.state_dict()
 
     def seek(self, position):
         """Continues at a position; None: at the beginning."""
-        self._begin = position
         if position is not None:
             # Otherwise `datasets` silently ignores the state.
             self._rows.rows.set_epoch(position["epoch"])
@@ -174,7 +172,7 @@ class RowReader:
 
     def __iter__(self):
         failure = partial(RunFailed, rank_variable=None)  # only this process knows: it prints
-        empty_passes, self._is_read = 0, True
+        empty_passes = 0
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
             for document in _documents(self._rows, self._encode, failure):

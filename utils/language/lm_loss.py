@@ -1,19 +1,25 @@
-"""The loss of a causal language model of `transformers`, in chunks, and what packing needs.
+"""The loss of a causal language model of `transformers`, in chunks, and attention in packed blocks.
 
 Needs the packages in scripts/requirements_lm.txt.
 """
 
 import functools
+import inspect
 import types
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint as recompute
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from utils.run.collectives import gather
 from utils.run.failures import UserError
 
 LOGITS = 2**26  # that exist at once: 256 MiB in float32
+NAME, KERNEL = "sdpa_by_document", "varlen_by_document"
 
 
 def chunk_loss(model):
@@ -51,10 +57,6 @@ def chunk_loss(model):
 
 def _sum_of_losses(causal, targets, per_block, kwargs):
     count, length = targets.shape
-    if "flash" in (causal.config._attn_implementation or ""):
-        # It finds packed documents by their positions in a batch of one row only.
-        kwargs = {name: value.flatten()[None] for name, value in kwargs.items()}
-        targets = targets.flatten()[None]
     balanced = _is_balanced(causal) and not per_block
     if balanced:
         kwargs["output_router_logits"] = True
@@ -64,14 +66,13 @@ def _sum_of_losses(causal, targets, per_block, kwargs):
     targets = targets.flatten()[chosen]
     size = max(1, LOGITS // causal.config.get_text_config().vocab_size)
     parts = list(zip(hidden.split(size), targets.split(size), strict=True))
-    loss_of = functools.partial(_loss_of, causal, type(outputs))
+    losses_of = functools.partial(_losses_of, causal, type(outputs))
+    if len(parts) > 1 and torch.is_grad_enabled():
+        losses_of = functools.partial(recompute, losses_of, use_reentrant=False)
+    losses = torch.cat([losses_of(*part) for part in parts])
     if per_block:
-        losses = torch.cat([loss_of(*part, reduction="none") for part in parts])
         return (F.one_hot(chosen // length, count) * losses[:, None]).sum(0)
-    if len(parts) == 1:
-        loss = loss_of(*parts[0])
-    else:
-        loss = sum(recompute(loss_of, *part, use_reentrant=False) for part in parts)
+    loss = losses.sum()
     if balanced:  # counts as often as there are targets, as the loss itself does
         routers = {"router_logits": outputs.router_logits}
         balance = _outputs_of(causal, hidden[None, :1], type(outputs), **routers).aux_loss
@@ -98,9 +99,9 @@ def _outputs_of(causal, hidden, kind, **more):
         backbone.forward = computes
 
 
-def _loss_of(causal, kind, hidden, targets, reduction="sum"):
+def _losses_of(causal, kind, hidden, targets):
     logits = _outputs_of(causal, hidden[None], kind).logits[0].float()
-    return F.cross_entropy(logits, targets, reduction=reduction)
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 def _causal(model):
@@ -124,8 +125,8 @@ def small_batch(accelerator, model):
 def check(accelerator, model, packed):
     """Compares the loss of a small batch with what it must be; call it on every process.
 
-    No token may attend to a later one. Of two documents in a block, the second may not depend on
-    the first, and has the loss that it has alone. And the loss is the model's own.
+    Of two documents in a block, the second may not depend on the first, and has the loss that it
+    has alone. And the loss is the model's own.
 
     Args: model: as `prepare` returned it. packed (bool): whether blocks have several documents.
 
@@ -136,49 +137,169 @@ def check(accelerator, model, packed):
     model.eval()
     causal = _causal(accelerator.unwrap_model(model))
     name, config = type(causal).__name__, causal.config
+
+    def far(one, other, tolerance):
+        return any(gather(accelerator, abs(one / other - 1) > tolerance))  # the same everywhere
+
+    def loss_of(inputs):
+        return model(**inputs, per_block=True).sum().item()  # without the balance of experts
+
     exact = accelerator.mixed_precision == "no" and causal.dtype == torch.float32
     rounding = 1e-4 if exact else 2e-2
     batch = small_batch(accelerator, model)
     alone = {key: value[:, 5:] for key, value in batch.items()}
-    second = _changed(batch, "targets", slice(0, 5), -100)
-
-    def differ(one, other, tolerance=rounding):
-        far = abs(model(**one).item() / model(**other).item() - 1) > tolerance
-        return any(gather(accelerator, far))  # the same on every process
-
-    def depends(scored, place):
+    inputs, targets = batch.pop("input_ids"), batch["targets"].clone()
+    if packed:
+        targets[:, :5] = -100
+        batch["targets"], changed = targets, inputs.clone()
+        changed[:, :5] = (inputs[:, :5] + 1) % inputs.max()
+        loss, other = (loss_of({**batch, "input_ids": tokens}) for tokens in (inputs, changed))
         # What a token does not attend to has no effect at all, in any precision and even if the
         # weights are random and the losses differ little. But experts take tokens together.
-        return differ(scored, _changed(scored, "input_ids", place), *sensitive)
-
-    sensitive = [] if _has_experts(config) else [1e-6]
-    balanced = _is_balanced(causal)
-    if balanced:
-        config.output_router_logits = False  # the balance depends on the whole batch
-    if depends(_changed(alone, "targets", slice(5, None), -100), slice(6, None)):
-        raise UserError(f"{name} is no causal language model: its tokens attend to later ones")
-    if packed and (depends(second, slice(0, 5)) or differ(second, alone)):
-        raise UserError(
-            f"{name} with --attention {config._attn_implementation} lets packed documents attend "
-            "to each other: use another --attention, or another model"
-        )
-    inputs = {key: value for key, value in alone.items() if key != "targets"}
-    labels = {"labels": alone["targets"], "shift_labels": alone["targets"], "use_cache": False}
-    own = model(**inputs, **labels).loss.item() * alone["targets"].numel()
-    if any(gather(accelerator, abs(model(**alone).item() / own - 1) > rounding)):
+        sensitive = rounding if _has_experts(config) else 1e-6
+        if far(loss, other, sensitive) or far(loss, loss_of(alone), rounding):
+            raise UserError(
+                f"{name} with --attention {config._attn_implementation} lets packed documents "
+                "attend to each other: use another --attention, or another model"
+            )
+    loss, targets = loss_of(alone), alone.pop("targets")
+    own = model(**alone, labels=targets, shift_labels=targets, use_cache=False).loss.item()
+    if far(loss, own * targets.numel(), rounding):
         raise UserError(f"{name} cannot be trained: it has another loss than that of each token")
-    if balanced:
-        config.output_router_logits = True
     model.train(was_training)
-
-
-def _changed(batch, key, place, value=None):
-    """A copy of a batch with `value`, or else with other tokens, at a place of `key`."""
-    tensor = batch[key].clone()
-    tensor[:, place] = (tensor[:, place] + 1) % tensor.max() if value is None else value
-    return {**batch, key: tensor}
 
 
 def _has_experts(config):
     values = config.get_text_config().to_dict().items()
     return any("experts" in key and isinstance(value, int) and value > 1 for key, value in values)
+
+
+# ------------------------------------------------------------------------------------- attention
+#
+# With a mask of a whole block, `sdpa` computes all pairs of its tokens, of which a block of short
+# documents needs few: of documents of 500 tokens in a block of 16,384, one of 33. So here each
+# document attends by itself, without a mask. On a CPU, `sdpa` gets one document after the other. On
+# a GPU that computes in half precision, the flash kernel of `torch.nn.attention.varlen` gets all of
+# them at once; its backward pass obeys `compilation.make_attention_deterministic`.
+
+
+class _Unsuited(Exception):
+    """A layer is not told the positions of its tokens, or needs what is not computed here."""
+
+
+def attend_by_document(accelerator, model):
+    """Lets a model with `sdpa` attend to each document by itself, if its layers allow it.
+
+    They do if they attend to everything before a token, are told the positions, and have no mask of
+    their own; for the kernel of GPUs also no dropout, and heads of a size that it has.
+    """
+    on_cpu = accelerator.device.type == "cpu"
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if not kinds:
+        kinds = {"window" if getattr(config, "sliding_window", None) else "full_attention"}
+    if getattr(config, "use_bidirectional_attention", False):
+        kinds.add("bidirectional")
+    if model.config._attn_implementation != "sdpa" or kinds != {"full_attention"}:
+        return
+    if not (on_cpu or _has_kernel(accelerator)):
+        return
+    model.set_attn_implementation(NAME if on_cpu else KERNEL)
+    tokens, training = torch.zeros(1, 2, dtype=torch.int64), model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model.train()  # with dropout
+            model(input_ids=tokens, position_ids=torch.arange(2)[None], use_cache=False)
+    except _Unsuited:
+        model.set_attn_implementation("sdpa")
+    model.train(training)
+
+
+def _has_kernel(accelerator):
+    """Whether this GPU, precision and version of torch have the kernel with grouped heads."""
+    return (
+        accelerator.device.type == "cuda"
+        and accelerator.mixed_precision in ("bf16", "fp16")
+        and torch.cuda.get_device_capability(accelerator.device) >= (8, 0)
+        and "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.14
+    )
+
+
+def attend(module, query, key, value, attention_mask, **options):
+    """An attention function of `transformers`, as its `sdpa`, by document if there is no mask.
+
+    Args:
+        query, key, value: [batch, heads, time, size].
+        attention_mask: of `generate`; None in training.
+        options: with `position_ids`, int64 [batch, time]: a document begins at each 0.
+
+    Returns:
+        tuple: [batch, time, heads, size]; None.
+    """
+    if _is_generating(module, query, key, attention_mask, options):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    positions, rows = options["position_ids"], []
+    for row, starts in enumerate((positions == 0).unbind()):
+        sizes = starts.nonzero()[:, 0].tolist()
+        sizes = [end - start for start, end in zip(sizes, [*sizes[1:], query.size(2)], strict=True)]
+        parts = (tensor[row : row + 1].split(sizes, 2) for tensor in (query, key, value))
+        outputs = [
+            sdpa_attention_forward(module, *part, None, **options | {"is_causal": True})[0]
+            for part in zip(*parts, strict=True)
+        ]
+        rows.append(torch.cat(outputs, 1))
+    return torch.cat(rows), None
+
+
+def attend_with_kernel(module, query, key, value, attention_mask, **options):
+    """As `attend`, for GPUs. Without half precision, as in samples, it is the same function."""
+    autocast, size = torch.is_autocast_enabled("cuda"), query.size(-1)
+    dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
+    if options.get("dropout") or size != value.size(-1) or size > 256 or size % 8:
+        raise _Unsuited
+    if dtype == torch.float32 or _is_generating(module, query, key, attention_mask, options):
+        return attend(module, query, key, value, attention_mask, **options)
+    # [batch * time, heads, size]
+    parts = [part.transpose(1, 2).flatten(0, 1).to(dtype) for part in (query, key, value)]
+    bounds, longest = _bounds(options["position_ids"])
+    output = varlen_attn(
+        *parts,
+        *(bounds, bounds, longest, longest),
+        scale=options.get("scaling"),
+        window_size=(-1, 0),  # causal
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    return output.unflatten(0, (query.size(0), query.size(2))), None
+
+
+def _is_generating(module, query, key, attention_mask, options):
+    """Whether a layer has padding or a cache, as in `generate`.
+
+    Raises _Unsuited if it has a mask of its own, or is not told the positions.
+    """
+    has_mask = attention_mask is not None
+    if (has_mask and module.training) or (not has_mask and options.get("position_ids") is None):
+        raise _Unsuited
+    return has_mask or query.size(2) != key.size(2)
+
+
+def _bounds(positions):
+    """Where documents begin and end, int32 [documents + 1], and the length (int) of the longest."""
+    # Once per forward pass, not once per layer: each time the host waits for the GPU.
+    if not hasattr(positions, "document_bounds"):
+        starts = (positions.flatten() == 0).nonzero()[:, 0]
+        bounds = torch.cat([starts, starts.new_tensor([positions.numel()])]).int()
+        positions.document_bounds = bounds, bounds.diff().max().item()
+    return positions.document_bounds
+
+
+def mask_of_padding(*args, attention_mask=None, **options):
+    """A mask function of `transformers`: none, unless `generate` gives one of padding."""
+    if attention_mask is None:
+        return None
+    return sdpa_mask(*args, attention_mask=attention_mask, **options)
+
+
+for name, function in {NAME: attend, KERNEL: attend_with_kernel}.items():
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask_of_padding)

@@ -15,24 +15,40 @@ from utils.language.conversations import ANSWERS, pad_id_of
 
 IGNORED = -100  # a target that the loss leaves out
 PROMPT_TOKENS = 32  # of a text
-COUNTED = 10_000  # documents whose targets are counted at once
 # Of a document, or of a segment of a text, all int64: the row that it is from; its tokens; of a
-# conversation, those before the last answer (-1: none); of a text, the UTF-8 bytes that its targets
+# conversation, the targets after the first token; of a text, the UTF-8 bytes that its targets
 # predict; a checksum; and whether a document begins with it.
-SEGMENT = np.dtype([(name, np.int64) for name in "row length answer bytes digest begins".split()])
+NAMES = "row length targets bytes digest begins".split()
+SEGMENT = np.dtype([(name, np.int64) for name in NAMES])
 DOCUMENT = np.dtype([*SEGMENT.descr, ("start", np.int64)])  # the place of its first token
 
 
 class Pieces(NamedTuple):
-    """Runs of positions: first token, number of positions, block: int64 [pieces], by block."""
+    """Runs of positions, by block: first token, number of positions and of targets, and block.
+
+    Each is int64 [pieces].
+    """
 
     starts: np.ndarray
     lengths: np.ndarray
+    targets: np.ndarray
     blocks: np.ndarray
 
 
+class Parts:
+    """Arrays that follow each other, of which a slice lies within one."""
+
+    def __init__(self, arrays):
+        self._arrays, self._ends = arrays, np.cumsum([len(array) for array in arrays])
+
+    def __getitem__(self, run):
+        number = np.searchsorted(self._ends, run.start, side="right")
+        begin = self._ends[number] - len(self._arrays[number])
+        return self._arrays[number][run.start - begin : run.stop - begin]
+
+
 class Stream(NamedTuple):
-    """The tokens of documents, one after the other.
+    """The tokens of documents, one after the other: arrays, or `Parts` with whole documents.
 
     tokens: int32 [tokens].
     is_target: uint8 [tokens]; None: every token is a target.
@@ -40,20 +56,6 @@ class Stream(NamedTuple):
 
     tokens: np.ndarray
     is_target: np.ndarray | None = None
-
-    def count_targets(self, starts, lengths):
-        """The number of targets among `lengths` tokens from each of `starts`, int64."""
-        if self.is_target is None:
-            return lengths.copy()
-        counts, order = np.zeros(len(starts), np.int64), np.argsort(starts)
-        # Some at a time, because sums take eight times as much memory.
-        for first in range(0, len(order), COUNTED):
-            chosen = order[first : first + COUNTED]
-            begin, ends = starts[chosen[0]], starts[chosen] + lengths[chosen]
-            sums = np.cumsum(self.is_target[begin : ends.max()], dtype=np.int64)
-            sums = np.concatenate([[0], sums])
-            counts[chosen] = sums[ends - begin] - sums[starts[chosen] - begin]
-        return counts
 
 
 class Blocks(torch.utils.data.Dataset):
@@ -73,13 +75,12 @@ class Blocks(torch.utils.data.Dataset):
         bytes (float | None): of texts, the UTF-8 bytes that the targets predict.
     """
 
-    def __init__(self, stream, pieces, block_size, pad_id, bytes=None, answers=None):
+    def __init__(self, stream, pieces, block_size, pad_id, bytes=None):
         self.stream, self.pieces, self.block_size, self.pad_id = stream, pieces, block_size, pad_id
-        self.bytes, self._answers = bytes, answers
+        self.bytes = bytes
         count = int(pieces.blocks[-1]) + 1 if len(pieces.blocks) else 0
         self._firsts = np.searchsorted(pieces.blocks, np.arange(count + 1))
-        targets = stream.count_targets(pieces.starts + 1, pieces.lengths)
-        self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(targets.sum())
+        self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(pieces.targets.sum())
 
     def __len__(self):
         return len(self._firsts) - 1
@@ -111,9 +112,9 @@ class Blocks(torch.utils.data.Dataset):
     def select(self, indices):
         """The `Blocks` at `indices` (int64, ascending), with an estimate of their bytes."""
         kept = np.isin(self.pieces.blocks, indices)
-        starts, lengths, blocks = (column[kept] for column in self.pieces)
-        pieces = Pieces(starts, lengths, np.searchsorted(indices, blocks))
-        some = Blocks(self.stream, pieces, self.block_size, self.pad_id, answers=self._answers)
+        *columns, blocks = (column[kept] for column in self.pieces)
+        pieces = Pieces(*columns, np.searchsorted(indices, blocks))
+        some = Blocks(self.stream, pieces, self.block_size, self.pad_id)
         some.bytes = self.bytes and self.bytes * some.target_tokens / self.target_tokens
         return some
 
@@ -129,20 +130,25 @@ class Blocks(torch.utils.data.Dataset):
 
         Returns:
             list[tuple]: the token ids of the prompt, and of the answer (list[int]). Of a
-            conversation, the prompt is all before its last answer, with what asks for one; of a
-            text, the first tokens of a piece, and the answer is None.
+            conversation that is not cut off, the prompt is all before its last answer, with what
+            asks for one. Of a text, or if all is learned: the first tokens, and None.
         """
-        if self._answers is None:
-            starts, lengths = self.pieces.starts, self.pieces.lengths
-            chosen = np.flatnonzero(lengths >= min(PROMPT_TOKENS, lengths.max(initial=0)))[:count]
-            sizes = np.minimum(lengths[chosen], PROMPT_TOKENS)
-            pairs = zip(starts[chosen], sizes, strict=True)
-            return [(self.stream.tokens[start : start + n].tolist(), None) for start, n in pairs]
+        starts, lengths, is_target = self.pieces.starts, self.pieces.lengths, self.stream.is_target
+        if is_target is None:
+            chosen = np.flatnonzero(lengths >= min(PROMPT_TOKENS, lengths.max(initial=0)))
+        else:
+            chosen = np.flatnonzero(lengths < self.block_size)
         prompts = []
-        for start, length, answer in self._answers[:count]:
-            tokens = self.stream.tokens[start : start + length]
-            learned = self.stream.is_target[start + answer : start + length].astype(bool)
-            prompts.append((tokens[:answer].tolist(), tokens[answer:][learned].tolist()))
+        for piece in chosen[np.argsort(starts[chosen], kind="stable")][:count]:
+            run = slice(starts[piece], starts[piece] + lengths[piece] + 1)
+            tokens, begin = self.stream.tokens[run].tolist(), 0
+            if is_target is not None:
+                learned = is_target[run]
+                begin = end = np.flatnonzero(learned)[-1] + 1
+                while begin and learned[begin - 1]:
+                    begin -= 1
+            first = tokens[: begin or min(PROMPT_TOKENS, lengths[piece])]
+            prompts.append((first, tokens[begin:end] if begin else None))
         return prompts
 
 
@@ -186,10 +192,10 @@ def join_segments(segments):
     """The DOCUMENT array of a SEGMENT array, whose elements follow each other in a stream."""
     first = np.flatnonzero(segments["begins"])
     documents = np.zeros(len(first), DOCUMENT)
-    for name in ("row", "answer", "begins"):
+    for name in ("row", "begins"):
         documents[name] = segments[name][first]
     documents["start"] = (np.cumsum(segments["length"]) - segments["length"])[first]
-    for name in ("length", "bytes", "digest"):
+    for name in ("length", "targets", "bytes", "digest"):
         documents[name] = np.add.reduceat(segments[name], first)
     return documents
 
@@ -218,7 +224,7 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
         blocks = np.arange(len(cuts))
     owners = np.searchsorted(begins, cuts, side="right") - 1
     lengths = np.diff(np.append(cuts, total))
-    pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, blocks)
+    pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, lengths, blocks)
     return Blocks(stream, pieces, block_size, pad_id, int(documents["bytes"][kept].sum())), {}
 
 
@@ -233,18 +239,20 @@ def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
         tuple: Blocks; and dict[str, int], how many were `truncated`, and left out because they had
         `no targets` left.
     """
-    long = documents["length"] - 1 > block_size
+    long, targets = documents["length"] - 1 > block_size, documents["targets"].copy()
     positions = np.minimum(documents["length"] - 1, block_size)
-    kept = stream.count_targets(documents["start"] + 1, positions) > 0
+    for place in np.flatnonzero(long):
+        start = int(documents["start"][place]) + 1
+        targets[place] = stream.is_target[start : start + block_size].sum()
+    kept = targets > 0
     counts = {"truncated": int((long & kept).sum()), "no targets": int((~kept).sum())}
     chosen = np.flatnonzero(kept)
-    lengths = positions[chosen]
-    blocks = best_fit(lengths, block_size) if packed else np.arange(len(lengths))
-    order = np.argsort(blocks, kind="stable")
-    pieces = Pieces(documents["start"][chosen[order]], lengths[order], blocks[order])
-    answers = _first_answers(documents, kept & ~long)
-    blocks = Blocks(stream, pieces, block_size, pad_id, answers=answers)
-    return blocks, counts
+    blocks = best_fit(positions[chosen], block_size) if packed else np.arange(len(chosen))
+    by_block = np.argsort(blocks, kind="stable")
+    order = chosen[by_block]
+    starts = documents["start"][order]
+    pieces = Pieces(starts, positions[order], targets[order], blocks[by_block])
+    return Blocks(stream, pieces, block_size, pad_id), counts
 
 
 def best_fit(lengths, size):
@@ -272,10 +280,3 @@ def best_fit(lengths, size):
             waiting[rest].append(chosen)
             spaces |= 1 << rest
     return bins
-
-
-def _first_answers(documents, kept, count=1000):
-    """The place, the length, and the tokens before the last answer of the first documents."""
-    first = np.flatnonzero(kept & (documents["answer"] > 0))[:count]
-    columns = documents["start"], documents["length"], documents["answer"]
-    return list(zip(*(column[first].tolist() for column in columns), strict=True))

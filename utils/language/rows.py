@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -31,14 +29,12 @@ ALTERNATIVES = "use a Hub id, a local file or folder, or --dataset synthetic"
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a split; iterating over them yields dicts, and None for an empty line.
+    """The rows of a split; iterating over them yields dicts.
 
     rows: a list, or a table of the `datasets` library, in memory or as a stream. Of plain text,
         the column `text` of each has the path of a file.
     where (str): names them, in messages.
     fingerprint (str): changes with their content; of a local stream, with names and sizes, too.
-    is_lines (bool): the column `text` of each has a line of JSON. The reader of the library would
-        turn texts that look like dates into dates.
     first (int): the number of the first one.
     shard_size (int): how many of them one process tokenizes at a time.
     """
@@ -46,7 +42,6 @@ class Rows:
     rows: object
     where: str
     fingerprint: str = ""
-    is_lines: bool = False
     first: int = 0
     shard_size: int = SHARD_ROWS
 
@@ -68,23 +63,10 @@ class Rows:
         return shards
 
     def __iter__(self):
-        for number, row in enumerate(self.rows, self.first):
-            if self.in_memory:
-                yield row
-            elif not self.is_lines:
-                yield {key: _without_nulls(value) for key, value in row.items()}
-            elif row["text"].strip("\ufeff \t\r"):
-                yield self._parse(row["text"], number)
-            else:
-                yield None
-
-    def _parse(self, line, number):
-        try:
-            value = json.loads(line.lstrip("\ufeff"))
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)  # without a line of its own count
-            raise UserError(f"row {number} of {self.where} is not JSON: {reason}") from None
-        return value if isinstance(value, dict) else {}
+        for row in self.rows:
+            if not self.in_memory:
+                row = {key: _without_nulls(value) for key, value in row.items()}
+            yield row
 
 
 def _without_nulls(value):
@@ -138,43 +120,41 @@ def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, s
     files, left_out = _find_files(name)
     if files and subset is not None:
         raise UserError(f"--subset {subset}: only a Hub id has subsets, and --dataset is local")
-    first = files and files["train"][0]
-    reader = READERS.get(first.suffix.lower()) if files else None
-    is_plain = files is not None and reader is None
+    is_plain = files is not None and files["train"][0].suffix.lower() not in READERS
     if streaming and (is_plain or name == "synthetic"):
         raise UserError(f"--dataset {name} is mapped into memory: leave out --streaming")
     if is_plain:
         opened = {}
         for split, paths in files.items():
             rows, size = [{"text": path} for path in paths], -(-len(paths) // FILE_SHARDS)
-            version = hashlib.sha256(repr([*map(stamp, paths)]).encode()).hexdigest()
+            version = repr([*map(stamp, paths)])
             opened[split] = Rows(rows, f"--dataset {name}", version, shard_size=size)
         return _table(opened, "text", use, left_out)
-    columns = _columns_of_lines(name, first) if reader == "json" else None
-    is_lines = columns is not None
-    options = {"reader": "text"} if is_lines else {}
-    options |= dict(subset=subset, streaming=streaming, alternatives=ALTERNATIVES)
-    tables = load_table(name, files=files, **options)
-    splits = name_splits(name, tables, left_out)
-    if "train" not in splits:
+    options = dict(subset=subset, streaming=streaming, alternatives=ALTERNATIVES)
+    found = load_table(name, files=files, **options)
+    tables = name_splits(name, found, left_out)
+    if "train" not in tables:
         raise UserError(
-            f"--dataset {name} has no train split, only {', '.join(tables)}; {ALTERNATIVES}"
+            f"--dataset {name} has no train split, only {', '.join(found)}; {ALTERNATIVES}"
         )
-    if not is_lines:
-        train = splits["train"]
-        with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
-            columns = train.column_names or list(next(iter(train), {}))
+    with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
+        columns = tables["train"].column_names or list(next(iter(tables["train"]), {}))
     kind = next((kind for kind, some in kinds.items() if set(some) <= set(columns)), None)
     if kind is None:
         listed = ", ".join(map(str, columns)) or "none"
         raise UserError(f"--dataset {name} has the columns {listed}; one needs {wanted}")
-    read, opened = {"text"} if is_lines else {*kinds[kind], "tools"} & {*columns}, {}
+    read, opened = {*kinds[kind], "tools"} & {*columns}, {}
     sample = _sample(files) if streaming and files else ""
-    for split, table in splits.items():
+    for split, table in tables.items():
         names = table.column_names or read  # a stream may not know them
         table = table.select_columns([column for column in names if column in read])
+        if "timestamp" in str(table.features):
+            raise UserError(
+                f"--dataset {name}: texts that look like dates would be changed, as the library "
+                "takes them for dates: write the rows to a Parquet file"
+            )
         version = sample if streaming else table._fingerprint
-        opened[split] = Rows(table, f"--dataset {name} ({split})", version, is_lines)
+        opened[split] = Rows(table, f"--dataset {name} ({split})", version)
     return _table(opened, kind, use, None if streaming else left_out)
 
 
@@ -199,23 +179,6 @@ def _sample(files):
     return hashlib.sha256(b"".join([repr(sizes).encode(), *heads])).hexdigest()
 
 
-def _columns_of_lines(name, path):
-    """The keys of the object in the first line of a file. Raises UserError if there is none."""
-    with reading(path), open(path, "rb") as file:
-        line = next((line for line in file if line.strip()), b"")
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-        if isinstance(value, dict):
-            return list(value)
-    except (ValueError, RecursionError) as error:
-        if "control character" in str(error):
-            raise UserError(f"row 0 of --dataset {name} is not JSON: {error.msg}") from None
-    raise UserError(
-        f"--dataset {name}: {path.name} does not hold an object in each line: of one list, make "
-        f"lines with `jq -c .[] {path.name} > lines.jsonl`"
-    )
-
-
 def _find_files(name):
     """Finds the files of a local data set, all of one kind.
 
@@ -237,7 +200,7 @@ def _find_files(name):
             raise UserError(f"--dataset {name} is compressed: unpack it first")
         return {"train": [path]}, LeftOut()
     found, _, left_out = scan(path, {PLAIN, *READERS})
-    files, kinds = [file for file in found if os.path.basename(file) not in METADATA], {}
+    files, kinds = [file for file in found if Path(file).name not in METADATA], {}
     for file in files:
         suffix = Path(file).suffix.lower()
         kinds.setdefault(suffix if suffix in READERS else "text", file)

@@ -1,30 +1,26 @@
-"""Loads text as bytes, mapped into memory or as a stream, and splits it into windows.
+"""Loads text as bytes, mapped into memory, and splits it into windows.
 
 A window has `block_size + 1` bytes: the inputs are all but the last, the targets are all but the
 first.
 """
 
 import random
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from utils.data.cache_files import cached, map_bytes
-from utils.language import lanes
+from utils.data.sharing import cached, map_bytes
 from utils.language.rows import ALTERNATIVES, check_unicode, checksum, open_rows, reading
 from utils.run.failures import UserError
 
-HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
-
 
 class Text(NamedTuple):
-    """A text, uint8 [bytes], to train on (None: a stream) and held out; lines about it.
+    """A text, uint8 [bytes], to train on and held out; lines about it.
 
     `description` has a checksum.
     """
 
-    train: torch.Tensor | None
+    train: torch.Tensor
     held_out: torch.Tensor
     description: str
     details: list
@@ -37,43 +33,31 @@ class Windows(torch.utils.data.Dataset):
 
     Args:
         text: uint8 [bytes].
-        seed (int | None): for training, of the offset at which the windows of an epoch start. None,
-            for evaluation: every byte except the first is a target exactly once; targets past the
-            end are -100, which the loss ignores. The number of `targets` is an attribute.
-        chosen (int64 [windows] | None): for evaluation, only these of all windows.
+        seed (int | None): for training, of the offset at which the windows of an epoch start; a
+            sampler then yields (epoch, id). None, for evaluation: every byte except the first is a
+            target exactly once; targets past the end are -100, which the loss ignores.
     """
 
-    def __init__(self, text, block_size, seed=None, chosen=None):
-        self.text, self.block_size, self.seed, self.chosen = text, block_size, seed, chosen
-        # In shared memory: persistent workers of a loader would keep that of the first epoch.
-        self.shift = torch.zeros((), dtype=torch.int64).share_memory_()
-        full, rest = divmod(len(text) - 1, block_size)
-        self.count = full + (rest > 0)
-        self.targets = len(text) - 1
-        if seed is not None:  # an offset uses up to block_size - 1 bytes
-            self.count = (len(text) - block_size) // block_size
-        if chosen is not None:
-            missing = self.count * block_size - self.targets  # in the last window
-            self.targets = len(chosen) * block_size - missing * int((chosen == full).any())
-            self.count = len(chosen)
+    def __init__(self, text, block_size, seed=None):
+        self.text, self.block_size, self.seed = text, block_size, seed
+        # An offset uses up to block_size - 1 bytes.
+        used = len(text) - 1 if seed is None else len(text) - block_size
+        self.count = -(-used // block_size) if seed is None else used // block_size
 
     def select(self, indices):
-        """Those at `indices` (int64 array) of the windows of a text to evaluate."""
-        return Windows(self.text, self.block_size, chosen=torch.from_numpy(indices))
-
-    def set_offset(self, epoch):
-        """Sets the offset for `epoch`. (On some topologies Accelerate calls any `set_epoch`.)"""
-        if self.seed is not None:
-            self.shift.fill_(random.Random(f"{self.seed} {epoch}").randrange(self.block_size))
+        """Those at `indices` (int64 array)."""
+        return torch.utils.data.Subset(self, indices.tolist())
 
     def __len__(self):
         return self.count
 
-    def __getitems__(self, indices):
-        ids = torch.tensor(indices)
-        windows = ids if self.chosen is None else self.chosen[ids]
-        starts = windows[:, None] * self.block_size + self.shift
-        places = starts + torch.arange(self.block_size + 1)
+    def __getitems__(self, keys):
+        offset = 0
+        if self.seed is not None:
+            epoch, keys = keys[0][0], [index for _, index in keys]
+            offset = random.Random(f"{self.seed} {epoch}").randrange(self.block_size)
+        ids = torch.tensor(keys)
+        places = ids[:, None] * self.block_size + offset + torch.arange(self.block_size + 1)
         windows = self.text[places.clamp(max=len(self.text) - 1)].long()
         targets = windows[:, 1:].masked_fill(places[:, 1:] >= len(self.text), -100)
         # Contiguous: a batch is then copied to the GPU from pinned memory, without a wait.
@@ -97,7 +81,7 @@ def load_text(name, column, block_size, seed=0):
     Returns:
         Text. Raises UserError if it cannot be found or read, has no such column, or is too short.
     """
-    texts, details = _read_splits(name, column, seed)
+    texts, details = read_splits(name, column, seed)
     text, held_out = texts["train"], texts.get("val")
     if len(text) == 0:
         raise UserError(f"--dataset {name} is empty; {ALTERNATIVES}")
@@ -115,28 +99,17 @@ def load_text(name, column, block_size, seed=0):
     return Text(train, rest, description, details)
 
 
-def load_to_evaluate(name, column, seed=0):
-    """Loads a text to evaluate a model on: its split `test`, or else `val`, or else all of it.
-
-    Args and errors: as of `load_text`.
+def read_splits(name, column, seed=0, **options):
+    """Reads the texts of the splits that are used; args and errors are those of `load_text`.
 
     Returns:
-        tuple[str, Text]: `test`, `val` or `all`; the text is held out, and none is to train on.
+        tuple: split -> uint8 [bytes]; lines about all splits. `options` are those of `open_rows`.
     """
-    texts, details = _read_splits(name, column, seed, use=(("test", "val", "train"),))
-    [(split, text)] = texts.items()
-    if len(text) < 2:
-        raise UserError(f"--dataset {name} has {len(text)} bytes: too few")
-    description = f"{len(text):,} bytes (fingerprint {checksum(text.numpy())})"
-    return "all" if split == "train" else split, Text(text[:0], text, description, details)
-
-
-def _read_splits(name, column, seed, **options):
-    """The texts of the splits that are used, and lines about all; `options` of `open_rows`."""
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    table, texts = _open(name, column, **options), {}
+    wanted = f"{column}: give --text_column, if the text has another name"
+    table, texts = open_rows(name, {"text": (column,)}, wanted, **options), {}
     for split, rows in table.splits.items():
         if rows.in_memory:
             texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)
@@ -158,24 +131,13 @@ def _map(file):
 
 
 def _join(rows, column):
+    """Yields the text of each row with a newline at its end, as bytes."""
     for number, row in enumerate(rows):
-        yield _encode(column, row, f"row {number} of {rows.where}")
-
-
-def _open(name, column, **options):
-    wanted = f"{column}: give --text_column, if the text has another name"
-    return open_rows(name, {"text": (column,)}, wanted, **options)
-
-
-def _encode(column, row, where):
-    """The text of a row with a newline at its end, as bytes; none for an empty line (None)."""
-    if row is None:
-        return b""
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise UserError(f"{where} is not text but {type(text).__name__}")
-    check_unicode(text, where)
-    return (text if text.endswith("\n") else f"{text}\n").encode()
+        text, where = row.get(column), f"row {number} of {rows.where}"
+        if not isinstance(text, str):
+            raise UserError(f"{where} is not text but {type(text).__name__}")
+        check_unicode(text, where)
+        yield (text if text.endswith("\n") else f"{text}\n").encode()
 
 
 def synthetic_text(seed, sentences=4000):
@@ -198,62 +160,3 @@ def synthetic_text(seed, sentences=4000):
             sentence.append(rng.choice(after[sentence[-1]]))
         lines.append(" ".join(sentence).capitalize() + ".\n")
     return "".join(lines).encode()
-
-
-# --------------------------------------------------------------------------------------- streams
-
-
-def load_held_out(name, column):
-    """Reads what `lanes.read_held_out` finds of a stream, at most about `HELD_OUT_BYTES`.
-
-    Returns:
-        Text: without a text to train on. The checksum is of the held-out text; of local files also
-        of their names, sizes and first bytes.
-
-    Raises:
-        UserError: the stream cannot be read, has no such column, or holds out too little text.
-    """
-    splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
-    documents = lanes.read_held_out(name, splits, encode, HELD_OUT_BYTES)
-    joined = b"".join(documents)
-    text = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
-    if len(text) < 2:
-        raise UserError(f"--dataset {name} holds out {len(text)} bytes: too few")
-    size = f"a stream, of which {len(text):,} bytes are held out"
-    short = checksum(joined, splits["train"].fingerprint.encode())
-    return Text(None, text, f"{size} (fingerprint {short})", [])
-
-
-def stream_windows(name, column, block_size, share, buffer, seed):
-    """Opens this process' share of an endless, shuffled stream of windows, a `lanes.LaneStream`.
-
-    The lanes are parts of the data by files, if the number of files is a multiple of theirs, else
-    by rows. The end of a buffer, which fills no window, is left out. Raises UserError if it
-    cannot be opened.
-
-    Args:
-        share (lanes.Share): what this process reads.
-        buffer (int): windows among which a lane shuffles, or a few more.
-    """
-
-    def open_lane(number):
-        splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
-        reader = lanes.RowReader(splits, number, share.lanes, encode)
-        return lanes.Lane(reader, partial(_cut, block_size), buffer * block_size + 1, number, seed)
-
-    return lanes.LaneStream(open_lane, share, _collate)
-
-
-def _cut(block_size, documents):
-    """Windows, uint8 [windows, block_size + 1]: each begins with the last byte before it."""
-    text = torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
-    return text.unfold(0, block_size + 1, block_size)
-
-
-def _collate(windows):
-    windows = torch.stack(windows).long()
-    return {
-        "inputs": windows[:, :-1].contiguous(),
-        "targets": windows[:, 1:].contiguous(),
-        "ids": torch.arange(len(windows)),
-    }

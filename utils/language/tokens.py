@@ -7,9 +7,9 @@ goes on with the others. The machines of a run whose cache is on one disk share 
 `open_stream` tokenizes documents during training, and continues exactly after a restart.
 """
 
-import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -19,41 +19,38 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from utils.data.cache_files import cached, map_bytes, path_in_cache
-from utils.data.loaders import explain, set_up_worker
-from utils.data.permutation import Permutation, sample_seed
+from utils.data.evaluation import with_progress
+from utils.data.loaders import explain, sample_seed, set_up_worker
+from utils.data.sharing import cached, map_bytes, path_in_cache
 from utils.data.tables import hold_out
-from utils.evaluation import with_progress
 from utils.language import lanes
-from utils.language.chats import unread_keys
-from utils.language.conversations import Document, Encoder
-from utils.language.documents import asked, find_documents
-from utils.language.packing import SEGMENT, Stream, join_segments
+from utils.language.conversations import Document, Encoder, unread_keys
+from utils.language.documents import find_documents
+from utils.language.packing import SEGMENT, Parts, Stream, join_segments
 from utils.language.rows import checksum
 from utils.run import devices, process
-from utils.run.domains import shown
+from utils.run.arguments import shown
 from utils.run.failures import UserError
 from utils.run.output import plural
 
 NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "text": "documents"}
-VERSION = 4  # of what a file has: another one makes new files
+VERSION = 5  # of what a file has: another one makes new files
 TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
-CHARACTERS_AT_ONCE, ROWS_AT_ONCE = 2_000_000, 1000  # that are tokenized at once
+AT_ONCE = 250  # drafts that are tokenized at once; one of a text has 250 kB at most
 MOST_LANES = 64  # parts of a stream: common numbers of processes divide it
 BUFFER = 64  # blocks among which a lane packs and shuffles
 HELD_OUT_BLOCKS = 64  # of a stream, at most
 TOKEN_BYTES = 4  # int32
-STAGGER = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over 0 to 1
 
 
 class Corpus(NamedTuple):
     """A tokenized data set.
 
-    splits: dict, `train`, and `val` or else `test` -> Blocks.
-    kind: how a model of it is asked: `messages`, `prompt` or `text`.
+    splits: dict, `train`, and `val` or else `test` -> Blocks; of a stream, only what is held out.
+    kind: of its documents: `messages`, `prompt` or `text`.
     description: one line, with a checksum of the tokens.
     details: more lines: documents, tokens, targets, padding, and what was left out.
     """
@@ -62,6 +59,11 @@ class Corpus(NamedTuple):
     kind: str
     description: str
     details: list
+
+    @property
+    def held_out(self):
+        """The name of the split that is held out."""
+        return "val" if "val" in self.splits else "test"
 
 
 def load_tokens(name, settings):
@@ -87,16 +89,11 @@ def load_tokens(name, settings):
     splits = {}
     for split, table in tables.items():
         # The others are empty, or have no answer.
-        used = table[table["length"] > 0]
-        splits[split], counts = settings.pack(streams[split], used)
+        splits[split], counts = settings.pack(streams[split], table[table["length"] > 0])
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
-        details += [f"{split}: {line}" for line in _describe(table, splits[split], kind, counts)]
-    for split in tables.keys() - {"train"}:
-        details += _describe_copies(tables["train"], split, tables[split], kind)
-    if kind == "text" and settings.tokenizer.eos_token_id is None:
-        details.append("the tokenizer has no end token: documents end without one")
-    return Corpus(splits, asked(source), _summarize(tables, splits, kind), details)
+        details += _describe(tables, split, splits[split], kind, counts)
+    return Corpus(splits, kind, _summarize(tables, splits, kind), details)
 
 
 def divide(segments, settings):
@@ -128,31 +125,24 @@ def divide(segments, settings):
     return documents[~chosen], documents[chosen]
 
 
-def _describe(table, blocks, kind, counts):
-    """Lines about a split: its size, and what was left out."""
-    count = int((table["length"] > 0).sum())
-    sizes = [f"{count:,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
+def _describe(tables, split, blocks, kind, counts):
+    """Lines about a split: its size, what was left out, and what is in `train`, too."""
+    table = tables[split]
+    used = table["length"] > 0
+    sizes = [f"{used.sum():,} {NOUNS[kind]}", f"{blocks.tokens:,} tokens"]
     if kind != "text":
         sizes.append(f"{blocks.target_tokens:,} targets")
     sizes += [f"{number:,} {what}" for what, number in counts.items() if number]
     padding = 100 * (1 - blocks.tokens / len(blocks) / blocks.block_size)
-    each = f"{count / len(blocks):.1f} per block, {padding:.1f} % padding"
-    packed = f"{plural(len(blocks), 'block')}, {each}"
-    lines = [f"{', '.join(sizes)}; {packed}"]
-    empty = table["row"][table["length"] == 0]
+    lines = [f"{', '.join(sizes)}; {plural(len(blocks), 'block')}, {padding:.1f} % padding"]
+    empty = table["row"][~used]
     if len(empty):
         what = "empty documents" if kind == "text" else "conversations without an answer"
         lines.append(f"left out: {what}: {len(empty):,} (row {empty[0]})")
-    return lines
-
-
-def _describe_copies(train, split, table, kind):
-    """A line about what a split has in common with `train`; none if that is nothing."""
-    is_copy = (table["length"] > 0) & np.isin(table["digest"], train["digest"])
-    rows = table["row"][is_copy]
-    if not len(rows):
-        return []
-    return [f"{split}: equal {NOUNS[kind]} are in train: {len(rows):,} (row {rows[0]})"]
+    copies = table["row"][used & np.isin(table["digest"], tables["train"]["digest"])]
+    if split != "train" and len(copies):
+        lines.append(f"equal {NOUNS[kind]} are in train: {len(copies):,} (row {copies[0]})")
+    return [f"{split}: {line}" for line in lines]
 
 
 def _summarize(tables, splits, kind):
@@ -169,10 +159,6 @@ def _summarize(tables, splits, kind):
 # --------------------------------------------------------------------------------------- shards
 
 
-class _Gone(Exception):
-    """Another machine has joined the shards, and removed them."""
-
-
 class Shards(Dataset):
     """The shards of the rows of a split; item N makes the file of shard N, unless it is there.
 
@@ -184,24 +170,22 @@ class Shards(Dataset):
 
     def __init__(self, rows, encoder, kind):
         self._parts, self._encoder, self._kind = rows.shards(), encoder, kind
-        self.version = [fingerprint_of(encoder), kind, rows.fingerprint]
+        self._version = [fingerprint_of(encoder), kind, rows.fingerprint]
 
     def __len__(self):
         return len(self._parts)
 
     def __getitem__(self, number):
-        part = self._parts[number]
-        cached("tokens", _write(part, self._encoder, self._kind), self.version_of(number))
+        content = _write(self._parts[number], self._encoder, self._kind)
+        cached("tokens", content, self._version_of(number))
         return number
 
-    def version_of(self, number):
-        """The version of the file of a shard: the only one is that of all rows."""
-        sizes = [self._parts[0].shard_size, number]
-        return self.version if len(self) == 1 else [*self.version, *sizes]
+    def _version_of(self, number):
+        return [*self._version, self._parts[0].shard_size, number]
 
     def file(self, number):
         """The path of the file of a shard."""
-        return path_in_cache("tokens", self.version_of(number))
+        return path_in_cache("tokens", self._version_of(number))
 
     def missing(self):
         """The numbers of the shards without a file; each machine begins elsewhere."""
@@ -221,23 +205,15 @@ def tokenize(rows, encoder, kind):
         UserError: a row cannot be used, or the cache cannot be written.
     """
     shards = Shards(rows, encoder, kind)
-    file = path_in_cache("tokens", shards.version)
-    if not file.exists():
-        _make(shards)
-    if len(shards) > 1 and not file.exists():
-        with contextlib.suppress(_Gone):
-            cached("tokens", _join(shards), shards.version)
-        for number in range(len(shards)):
-            shards.file(number).unlink(missing_ok=True)
-    tokens, segments = _divide(file)
-    tokens = tokens.view(_fields(kind))
-    is_target = None if kind == "text" else tokens["is_target"]
-    return Stream(tokens["token"], is_target), segments.view(SEGMENT)
+    if missing := shards.missing():
+        _make(shards, missing)
+    tokens, segments = zip(*(_read(shards.file(n), kind) for n in range(len(shards))), strict=True)
+    is_target = None if kind == "text" else Parts([part["is_target"] for part in tokens])
+    return Stream(Parts([part["token"] for part in tokens]), is_target), np.concatenate(segments)
 
 
-def _make(shards):
+def _make(shards, missing):
     """Makes the files of the shards that are missing, by several processes if they are several."""
-    missing = shards.missing()
     workers = min(devices.cores(), len(missing))
     workers = workers if workers > 1 else 0
     # Without this, the library would warn of the fork.
@@ -262,26 +238,11 @@ def _set_up_worker(worker):
     set_up_worker(worker)
 
 
-def _join(shards):
-    """Yields the content of one file: the tokens of all shards, then all their segments."""
-    count = 0
-    for part in range(2):
-        for number in range(len(shards)):
-            try:
-                content = _divide(shards.file(number))[part]
-            except FileNotFoundError:
-                raise _Gone from None
-            count += part * len(content) // SEGMENT.itemsize
-            yield content
-    yield np.int64(count).tobytes()
-
-
-def _divide(file):
-    """The parts of a file, uint8: tokens, and segments, the number of which stands at the end."""
+def _read(file, kind):
+    """The tokens in a file, and the segments that they are of, whose number stands at the end."""
     data = map_bytes(file).numpy()
-    count = int(data[-8:].view(np.int64)[0])
-    begin = len(data) - 8 - count * SEGMENT.itemsize
-    return data[:begin], data[begin:-8]
+    begin = len(data) - 8 - int(data[-8:].view(np.int64)[0]) * SEGMENT.itemsize
+    return data[:begin].view(_fields(kind)), data[begin:-8].view(SEGMENT)
 
 
 def _fields(kind):
@@ -301,10 +262,10 @@ def fingerprint_of(encoder):
 
 def _write(rows, encoder, kind):
     """Yields the content of a file: tokens, the segments that they are of, and their number."""
-    segments = []
-    for drafts in _drafts(rows, encoder, kind):
-        documents = iter(encoder.encode([draft for _, draft in drafts if draft is not None]))
-        for number, draft in drafts:
+    drafts, segments = _drafts(rows, encoder, kind), []
+    while some := list(itertools.islice(drafts, AT_ONCE)):
+        documents = iter(encoder.encode([draft for _, draft in some if draft is not None]))
+        for number, draft in some:
             document = EMPTY if draft is None else next(documents)
             tokens = np.empty(len(document.tokens), _fields(kind))
             tokens["token"] = document.tokens
@@ -318,23 +279,15 @@ def _write(rows, encoder, kind):
 
 
 def _drafts(rows, encoder, kind):
-    """Yields lists of what is tokenized at once: pairs of a row's number and a draft of it.
-
-    Each row is there at least once: an empty one with None.
-    """
-    waiting, characters = [], 0
+    """Yields pairs of a row's number and a draft of it; of an empty row, one pair with None."""
     for number, row in enumerate(rows, rows.first):
-        # A long text is drafted segment by segment, so that it is never in memory as a whole.
         empty = True
+        # A long text is drafted segment by segment, so that it is never in memory as a whole.
         for draft in encoder.draft(row, kind, f"row {number} of {rows.where}"):
-            empty, characters = False, characters + sum(len(part.text) for part in draft.parts)
-            waiting.append((number, draft))
-            if characters >= CHARACTERS_AT_ONCE or len(waiting) >= ROWS_AT_ONCE:
-                yield waiting
-                waiting, characters = [], 0
+            empty = False
+            yield number, draft
         if empty:
-            waiting.append((number, None))
-    yield waiting
+            yield number, None
 
 
 # --------------------------------------------------------------------------------------- streams
@@ -361,7 +314,7 @@ def load_held_out(name, settings):
     files = source.splits["train"].fingerprint
     short = checksum(b"".join(map(bytes, rows)), files.encode())
     size = f"a stream, of which {blocks.tokens:,} tokens are held out"
-    return Corpus({"val": blocks}, asked(source), f"{size} (fingerprint {short})", [])
+    return Corpus({"val": blocks}, source.kind, f"{size} (fingerprint {short})", [])
 
 
 class OfRow(list):
@@ -376,120 +329,25 @@ def count_lanes(batch_size):
     return math.gcd(batch_size, MOST_LANES)
 
 
-def open_stream(sources, settings, share, weights=(1.0,), buffer=BUFFER):
+def open_stream(name, settings, share, buffer=BUFFER):
     """Opens this process' share of an endless, shuffled stream of `Blocks`, a `lanes.LaneStream`.
 
-    A lane takes rows of several sources in fixed proportions; a block has documents of one of them.
-    A source that ends begins again. Raises UserError if one cannot be opened.
+    A source that ends begins again. Raises UserError if it cannot be opened.
 
     Args:
-        sources (list): names of data sets; one in memory is given as its `Blocks`.
-        settings (TokenSettings): how documents become blocks.
+        name (str), settings (TokenSettings): as of `load_tokens`.
         share (lanes.Share): what this process reads.
-        weights (list[float]): the proportions of the sources.
         buffer (int): blocks among which a lane packs and shuffles.
     """
 
-    def open_source(number, lane):
-        source = sources[number]
-        if isinstance(source, str):
-            opened = find_documents(source, settings, streaming=True)
-            encode = _encoder(settings, opened.kind)
-            return lanes.RowReader(opened.splits, lane, share.lanes, encode)
-        seed = sample_seed(settings.seed, 0, -1 - number) >> 1  # below 2**63
-        return MemoryReader(source, seed, lane, share.lanes)
-
-    def pack(rows):
-        parts = [[row for row in rows if row.source == number] for number in range(len(sources))]
-        return ConcatDataset([_pack(part, settings) for part in parts if part])
-
     def open_lane(lane):
-        readers = [open_source(number, lane) for number in range(len(sources))]
-        reader = MixedReader(readers, [weight / sum(weights) for weight in weights], lane)
+        source = find_documents(name, settings, streaming=True)
+        encode = _encoder(settings, source.kind)
+        reader = lanes.RowReader(source.splits, lane, share.lanes, encode)
         size = buffer * settings.block_size * TOKEN_BYTES
-        return lanes.Lane(reader, pack, size, lane, settings.seed)
+        return lanes.Lane(reader, lambda rows: _pack(rows, settings), size, lane, settings.seed)
 
     return lanes.LaneStream(open_lane, share, _collate)
-
-
-class MixedReader:
-    """Yields the documents of several readers in fixed proportions, each with its `source`.
-
-    Args:
-        readers (list): as for `lanes.Lane`.
-        shares (list[float]): of the documents that come from each; their sum is 1.
-        lane (int): see `next_source`.
-    """
-
-    def __init__(self, readers, shares, lane):
-        self.readers, self.shares, self.lane = readers, shares, lane
-        self.seek(None)
-
-    @property
-    def position(self):
-        """The positions of the readers, and the documents taken from each."""
-        places = [reader.position for reader in self.readers]
-        return {"readers": places, "documents": [*self.taken]}
-
-    def seek(self, position):
-        """Continues at a position; None: at the beginning."""
-        for number, reader in enumerate(self.readers):
-            reader.seek(position and position["readers"][number])
-        none = [0] * len(self.readers)
-        self.taken = [*position["documents"]] if position else none  # documents of each
-
-    def __iter__(self):
-        documents = [iter(reader) for reader in self.readers]
-        while True:
-            number = next_source(self.shares, self.taken, self.lane)
-            self.taken[number] += 1
-            document = next(documents[number])
-            document.source = number
-            yield document
-
-
-def next_source(shares, taken, lane=0):
-    """The source that is furthest behind its share: each stays within 2 documents of it.
-
-    Args:
-        shares (list[float]): their sum is 1.
-        taken (list[int]): the number of documents taken from each so far.
-        lane (int): orders of other lanes are shifted, so that together they are as even.
-    """
-    total = sum(taken) + 1
-    behind = [
-        share * total - count + lane * (source + 1) * STAGGER % 1
-        for source, (share, count) in enumerate(zip(shares, taken, strict=True))
-    ]
-    return behind.index(max(behind))
-
-
-class MemoryReader:
-    """Yields every `lanes`-th document of `Blocks` without end, for one lane.
-
-    Each pass has another order, by the seed. A document is a conversation, or a part of a text that
-    is no longer than a block; `position` is how many were taken.
-    """
-
-    def __init__(self, blocks, seed, lane, lanes):
-        self._blocks, self._seed, self.position = blocks, seed, 0
-        self._lane, self._lanes = lane, lanes
-
-    def seek(self, position):
-        """Continues at a position; None: at the beginning."""
-        self.position = position or 0
-
-    def __iter__(self):
-        stream, pieces = self._blocks.stream, self._blocks.pieces
-        count = len(pieces.starts)
-        while True:
-            epoch, place = divmod(self.position * self._lanes + self._lane, count)
-            piece = Permutation(count, self._seed, epoch)(np.array([place]))[0]
-            start = pieces.starts[piece]
-            run = slice(start, start + pieces.lengths[piece] + 1)
-            is_target = None if stream.is_target is None else stream.is_target[run]
-            self.position += 1
-            yield OfRow([Document(stream.tokens[run], is_target)])
 
 
 def _encoder(settings, kind):

@@ -1,4 +1,4 @@
-"""The model card of a run: how good the model is, how to load it; uploads all of it to the Hub."""
+"""The model card of a run: how good the model is, how to load and share it."""
 
 import html
 import re
@@ -8,21 +8,15 @@ from pathlib import Path
 
 import yaml
 
-from utils.report.output import optional
-from utils.run.failures import UserError
+from utils.report.plots import optional
 from utils.run.files import write_text
-from utils.run.output import one_line, plural, warn
-from utils.run.process import is_main
+from utils.run.output import one_line, plural
 
-NOT_UPLOADED = ["checkpoints/*", "profile/*", ".*"]
-# Folders in the formats of transformers and peft, which the Hub expects at the top.
+# Folders in the formats of transformers and peft.
 AT_THE_TOP = MODEL, ADAPTER = "model", "adapter"
 
 CARD = """---
-library_name: {library}
-{metadata}tags:
-- {tag}
----
+{metadata}---
 
 # {title}
 
@@ -38,6 +32,8 @@ their history. {weights}
 ## Use
 
 {usage}
+
+To share it: `hf upload you/model THIS_FOLDER . --exclude "checkpoints/*"`
 """
 
 WEIGHTS = (
@@ -57,51 +53,43 @@ tensors = load_file("model.safetensors")  # name -> tensor
 ```"""
 
 
+@optional("the model card README.md")
 def write(run, **about):
-    """Writes the model card of a finished run; an error costs it and a warning. Main process only.
+    """Writes the card README.md of a finished run: Markdown with metadata for the Hub.
+
+    On the main process only; an error costs the card and a warning.
 
     Args:
         run (RunFolder): after `finish`.
-        about: as for `render`.
-    """
-    with optional("the model card README.md"):
-        write_text(run.path / "README.md", render(run.record, run.results, **about))
-
-
-def render(record, results, **about):
-    """The text of README.md, in Markdown with metadata for the Hub.
-
-    Args:
-        record, results (dict): the contents of args.json and results.json.
         about: what the script says about its model: `title`, `about` (a paragraph), `weights`
             (where they are) and `usage` (how to load them), all str; for the Hub `library`, `task`
             (its `library_name` and `pipeline_tag`) and `metadata`, more fields such as
             `base_model`.
-
-    Returns:
-        str.
     """
-    arguments, script = record["arguments"], Path(record["command"][0]).name
+    record, results = run.record, run.results
+    arguments, topology = record["arguments"], record["topology"]
+    script, processes = Path(record["command"][0]), topology["processes"]
     data = for_markdown(record["data"].get("data") or arguments.get("dataset") or "")
-    seconds = results["train_seconds"]
-    fields = {"pipeline_tag": about["task"]} if "task" in about else {}
-    fields |= about.get("metadata", {})
-    paragraph = f"{about['about']}\n\n" if about.get("about") else ""
-    return CARD.format(
-        library=about.get("library", "pytorch"),
-        metadata=yaml.safe_dump(fields, sort_keys=False) if fields else "",
-        tag=Path(script).stem,
-        title=about.get("title", f"A model of {script}"),
-        script=script,
+    seconds, hardware = results["train_seconds"], f"{processes} x {topology['device']}"
+    if topology["device"] == "CPU":
+        hardware = plural(processes, "CPU process")
+    fields = {"library_name": about.get("library", "pytorch"), "pipeline_tag": about.get("task")}
+    fields |= {**about.get("metadata", {}), "tags": [script.stem]}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    text = CARD.format(
+        metadata=yaml.safe_dump(fields, sort_keys=False),
+        title=about.get("title", f"A model of {script.name}"),
+        script=script.name,
         data=f" on {data}" if data else "",
         length=f"{results['global_step']:,} optimizer steps of {arguments['batch_size']:,} samples",
         time=f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min",
-        hardware=_hardware(record["topology"]["processes"], record["topology"]["device"]),
+        hardware=hardware,
         figures="\n".join(_rows(results)),
-        about=paragraph,
+        about=f"{about['about']}\n\n" if about.get("about") else "",
         weights=about.get("weights", WEIGHTS),
         usage=f"{about['usage'].strip()}\n\n{EXPORT}" if "usage" in about else USAGE,
     )
+    write_text(run.path / "README.md", text)
 
 
 def command(script, *words):
@@ -116,10 +104,6 @@ def for_markdown(text):
     return re.sub(r"([\\`*_{}\[\]#+!|~$])", r"\\\1", escaped)
 
 
-def _hardware(processes, device):
-    return plural(processes, "CPU process") if device == "CPU" else f"{processes} x {device}"
-
-
 def _rows(results):
     for name, value in results.items():
         shown = name.startswith(("test_", "val_")) and not name.endswith("_standard_error")
@@ -128,50 +112,3 @@ def _rows(results):
             error = results.get(f"{name}_standard_error")
             spread = "" if error is None else f" ± {error:{form}}"
             yield f"| {name.replace('_', ' ')} | {value:{form}}{spread} |"
-
-
-# -------------------------------------------------------------------------------------- the Hub
-
-
-def check_repository(repo):
-    """Raises UserError if nothing can be uploaded to `repo`: its name is invalid, or no token."""
-    from huggingface_hub import get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(f"--push_to_hub {repo}: {str(error).splitlines()[0]}") from None
-    if not get_token():
-        raise UserError(
-            f"--push_to_hub {repo} needs a token of the Hub: run `hf auth login`, or export "
-            "HF_TOKEN=..."
-        )
-
-
-def upload(folder, repo):
-    """Uploads a run without its checkpoints to a model repository, which is made if necessary.
-
-    Only the main process does. If that fails, it prints a warning: the run itself is complete.
-
-    Args:
-        folder (Path): that of the run.
-        repo (str | None): the value of `--push_to_hub`.
-    """
-    if repo is None or not is_main():
-        return
-    from huggingface_hub import HfApi
-
-    try:
-        name = HfApi().create_repo(repo, exist_ok=True).repo_id
-        parts = [part for part in AT_THE_TOP if (Path(folder) / part).is_dir()][:1]
-        for part in parts:
-            HfApi().upload_folder(repo_id=name, folder_path=Path(folder) / part)
-        ignored = NOT_UPLOADED + [f"{part}/*" for part in AT_THE_TOP]
-        address = HfApi().upload_folder(repo_id=name, folder_path=folder, ignore_patterns=ignored)
-        print(f"uploaded to {address}")
-    except Exception as error:  # no network, no permission, no space there: nothing is lost
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        again = f"run the same command, or: hf upload {repo} {folder}"
-        warn(f"could not upload to {repo}: {reason[0]}. To try again, {again}")

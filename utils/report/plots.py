@@ -1,19 +1,28 @@
-"""Draws image files with matplotlib; needs no display."""
+"""Draws image files with matplotlib, without a display; errors in extras are warnings."""
 
+import contextlib
 import functools
-import warnings
 from pathlib import Path
 
 import numpy as np
 
-from utils.report.output import optional
-from utils.run.files import json_lines, read_json
-from utils.run.output import one_line
+from utils.run.files import json_lines
+from utils.run.output import one_line, warn
 
 DPI = 110
 # Colors that color-blind people can tell apart (Okabe & Ito, jfly.uni-koeln.de/color).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SHARES = ("accuracy", "top5")  # metrics that cannot be more than 1
+
+
+@contextlib.contextmanager
+def optional(what):
+    """A block that writes `what` (str): an error costs that and a warning, not the run."""
+    try:
+        yield
+    except Exception as error:
+        reason = one_line(str(error).strip() or type(error).__name__)
+        warn(f"{what} is missing ({type(error).__name__}: {reason})")
 
 
 def extra(draw):
@@ -24,9 +33,7 @@ def extra(draw):
 
     @functools.wraps(draw)
     def wrapper(*args, **options):
-        with optional(f"a plot ({draw.__name__})"), warnings.catch_warnings():
-            # Of each letter that no font has.
-            warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+        with optional(f"a plot ({draw.__name__})"):
             draw(*args, **options)
             return True
         return False
@@ -43,13 +50,14 @@ def curves(folder, labels=None):
         labels (dict | None): metric -> label of its axis; None: the loss, and the metric that the
             evaluations name first.
     """
-    folder = Path(folder)
-    labels = labels or _logged_metrics(folder / "metrics.jsonl")
-    arguments = (read_json(folder / "args.json") or {}).get("arguments", {})
-    smoothing = arguments.get("label_smoothing")
+    path = Path(folder) / "metrics.jsonl"
+    labels = labels or _logged_metrics(path)
+    curves = {}  # (split, metric) -> points; the file may have a million lines
+    for line in json_lines(path):
+        for name in labels.keys() & line.keys():
+            curves.setdefault((line["split"], name), []).append((line["step"], line[name]))
     # The same color in both panels.
     styles = {"train": ("-", COLORS[0]), "val": ("o-", COLORS[1]), "test": ("o-", COLORS[1])}
-    curves = read_curves(folder / "metrics.jsonl", styles, labels)
     figure, axes = subplots(1, len(labels), figsize=(5 * len(labels), 3.6), squeeze=False)
     for axis, name in zip(axes[0], labels, strict=True):
         for split, (style, color) in styles.items():
@@ -57,8 +65,6 @@ def curves(folder, labels=None):
             if not points:
                 continue
             label = f"{split} (last: {points[-1][1]:.4g})"
-            if split == "train" and smoothing and name == "loss":
-                label = f"train (label smoothing {smoothing:g} raises it)"
             look = dict(color=color, label=label, markersize=4, clip_on=False)
             axis.plot(*zip(*points, strict=True), style, **look)
         axis.set_xlabel("optimizer step")
@@ -70,7 +76,7 @@ def curves(folder, labels=None):
         axis.grid(alpha=0.3)
         # Above the curves, to hide none.
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
-    save(figure, folder / "curves.png")
+    save(figure, path.with_name("curves.png"))
 
 
 def _logged_metrics(path):
@@ -80,23 +86,6 @@ def _logged_metrics(path):
     names = [name for name, value in next(lines, {}).items() if isinstance(value, float)]
     kept = [name for name in names if name not in others and not name.endswith("_standard_error")]
     return {name: name.replace("_", " ") for name in ("loss", *kept[:1])}
-
-
-def read_curves(path, splits, names):
-    """Reads some metrics of `metrics.jsonl`, which may have a million lines.
-
-    Args:
-        splits, names: of the curves.
-
-    Returns:
-        dict: (split, name) -> list of (step, value).
-    """
-    points = {}
-    for line in json_lines(path):
-        for name in names if line["split"] in splits else ():
-            if name in line:
-                points.setdefault((line["split"], name), []).append((line["step"], line[name]))
-    return points
 
 
 def save(figure, path, rect=None):

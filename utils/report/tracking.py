@@ -2,14 +2,13 @@
 
 import os
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import ProfileKwargs
 
-from utils.report.output import optional
+from utils.report.plots import optional
 from utils.run.failures import UserError
 
 
@@ -24,18 +23,12 @@ class Trackers:
         """
         names = [] if args.track == "none" else args.track.split(",")
         self._names, self._folder = [name.strip() for name in names], args.output_dir
-        installed = [str(name) for name in get_available_trackers()]
         for name in self._names:
-            if name not in LOGGER_TYPE_TO_CLASS:
+            if name not in map(str, get_available_trackers()):
                 known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
                 raise UserError(
-                    f"--track {name}: unknown tracker; use none, or one or more of {known}, "
-                    "separated by commas"
-                )
-            if name not in installed:
-                raise UserError(
-                    f"--track {name}: its package is not installed: pip install {name}, or use "
-                    "another --track"
+                    f"--track {name}: not known, or not installed (pip install {name}); use none, "
+                    f"or one or more of {known}, separated by commas"
                 )
 
     def options(self):
@@ -59,30 +52,16 @@ class Trackers:
             "trackio": {"name": name, "resume": "allow"},
             "mlflow": {"run_name": name},
         }
-        # If TensorBoard's thread cannot write, `log` raises its error, too.
-        others, ours = threading.excepthook, "tensorboard."
-        threading.excepthook = lambda error: (
-            type(error.thread).__module__.startswith(ours) or others(error)
-        )
-        if "mlflow" in self._names:
-            os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
+        os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
         trackers = []
         for tracker in self._names:  # one by one: `init_trackers` stops at the first error
             accelerator.log_with, accelerator.trackers = [tracker], []
+            # TensorBoard's table of arguments needs the final metrics: see `finish`.
+            config = None if tracker == "tensorboard" else arguments
             with optional(f"what --track {tracker} would show"):
-                accelerator.init_trackers(Path(sys.argv[0]).stem, init_kwargs=options)
+                accelerator.init_trackers(Path(sys.argv[0]).stem, config, options)
                 trackers += accelerator.trackers
         accelerator.trackers = trackers
-        # At the next step, so that a later restart purges it. TensorBoard's own table of
-        # hyperparameters needs the final metrics: see `finish`.
-        text = "\n".join(f"    {flag} {value}" for flag, value in arguments.items())
-        self._for_each(
-            lambda tracker: (
-                tracker.log({"arguments": text}, step=step + 1)
-                if tracker.name == "tensorboard"
-                else tracker.store_init_configuration(arguments)
-            )
-        )
 
     def log(self, values, step, sent_before=False):
         """Sends `values` (numbers and strings) to every tracker.

@@ -1,14 +1,17 @@
-"""Command-line flags of every training script, and the parser of all scripts."""
+"""Flags of every training script; the parser of all scripts, and the types of its flags."""
 
 import argparse
+import contextlib
 import difflib
+import math
+import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
-from utils.run.domains import number, text
 from utils.run.failures import UserError
+from utils.run.output import one_line
 from utils.run.process import is_main
 
 # The rule for continuing a run: printed by --help and by the error message, and quoted in the
@@ -41,6 +44,69 @@ MAY_CHANGE = set(
 MAY_CHANGE_IN_FORK = set(
     "lr lr_schedule warmup_steps warmup_epochs weight_decay max_grad_norm batch_size seed".split()
 )
+# Nothing that a flag counts comes near this: a larger number is a typing error.
+MOST_COUNTED = 10**9
+# The same for other numbers: rates, factors, seconds.
+MOST = 1e6
+
+
+class number:
+    """An argparse type: a finite number in a domain. Raises ArgumentTypeError for any other."""
+
+    def __init__(self, kind, low, *, above=False, below=None, most=None):
+        """
+        Args:
+            kind (type): int or float.
+            low: the least value; with `above`, values must be more than that.
+            below: values must be less than that.
+            most: the greatest value; without it and `below`: `MOST_COUNTED` or `MOST`.
+        """
+        usual = MOST_COUNTED if kind is int else MOST
+        self.kind, self.low, self.above, self.below = kind, low, above, below is not None
+        self.most = usual if below is most is None else below if self.below else most
+
+    def __call__(self, text):
+        value = math.nan  # is in no domain
+        # `int` and `float` accept more: 1_000, spaces, digits of other scripts, infinity.
+        if re.fullmatch("[-+.eE0-9]{1,50}", text):
+            with contextlib.suppress(ValueError):
+                value = self.kind(text)
+        high_enough = value > self.low if self.above else value >= self.low
+        low_enough = value < self.most if self.below else value <= self.most
+        if high_enough and low_enough:
+            return value
+        raise argparse.ArgumentTypeError(f"must be {self}, not {shown(text)}")
+
+    def __str__(self):
+        integer = "an integer, " if self.kind is int else ""
+        low = f"{'above' if self.above else 'at least'} {self.low}"
+        return f"{integer}{low} and {'below' if self.below else 'at most'} {self.most}"
+
+
+def text(value):
+    """An argparse type: text of one line; a `~` at its start becomes the home folder.
+
+    Names of folders, files, columns and repositories: none of them has control characters, which
+    would also reach the terminal, log files and the lines of error messages.
+    """
+    if not value:
+        raise argparse.ArgumentTypeError("is empty")
+    if one_line(value) != value:
+        raise argparse.ArgumentTypeError(
+            f"has a line break, a control character, or bytes that are not UTF-8: {shown(value)}"
+        )
+    path = os.path.expanduser(value)
+    if path == "~" or path.startswith("~/"):  # or a folder called ~ would be made
+        raise argparse.ArgumentTypeError(f"there is no home folder for {value}: write it in full")
+    return path
+
+
+def shown(value, most=40):
+    """The text of an argument for an error message: quoted, on one line, not longer than `most`."""
+    value = one_line(value)
+    return f"'{value}'" if len(value) <= most else f"'{value[:most]}...'"
+
+
 COUNT = number(int, 1)
 SEED = number(int, 0, most=2**32 - 1)  # what NumPy takes
 BATCH = number(int, 1, most=2**20)  # more than fits into memory, or into most data sets
@@ -68,7 +134,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser for processes that all parse the same command line.
 
     Prints --help, with defaults, on the main process only, and raises `UserError` for mistakes. A
-    flag without a type takes `domains.text`; give `type=str` for one that takes any text.
+    flag without a type takes `text`; give `type=str` for one that takes any text.
     """
 
     def __init__(self, **kwargs):

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel needs for an exact resume."""
+"""What an exact resume needs of each process: the same buckets of gradients, the same seeds."""
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -61,3 +61,16 @@ def _check_gradients(model):
         )
     if process.is_main() and not in_ddp:
         notice(f"{line}several processes with DDP would refuse this model")
+
+
+def seed_step(accelerator, seed, step, micro_batch=0):
+    """Seeds PyTorch's generators for a forward pass: after a restart, dropout draws the same masks.
+
+    The seed differs for each process, step and micro-batch. Unlike `set_seed`, this does not seed
+    the generators of Python and NumPy, and takes a microsecond instead of half a millisecond.
+    """
+    rank = accelerator.process_index
+    seed = (seed + 1_000_003 * step + 7_919 * rank + 104_729 * micro_batch) % 2**32
+    torch.default_generator.manual_seed(seed)
+    if accelerator.device.type == "cuda":
+        torch.cuda.manual_seed(seed)

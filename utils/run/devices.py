@@ -4,7 +4,6 @@ import ctypes
 import math
 import os
 import platform
-import re
 from pathlib import Path
 
 import torch
@@ -66,13 +65,12 @@ def check_bf16(config):
 # ---------------------------------------------------------------------------------------------- CPU
 
 
-def set_up_cpu(config, wants_cpu, training):
+def set_up_cpu(config, wants_cpu):
     """Sets the threads and the memory allocation of this process, and checks its precision.
 
     Args:
         config (str): name of the launcher's configuration, for messages.
         wants_cpu (bool): whether it asks for the CPU (UserError with fp16); else there is no GPU.
-        training (bool): whether to print a notice if bf16 would be faster.
     """
     processes, precision = local_processes(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     torch.set_num_threads(threads_per_process())
@@ -89,11 +87,6 @@ def set_up_cpu(config, wants_cpu, training):
     elif precision == "fp16":
         raise UserError(
             "mixed_precision fp16 silently computes in float32 on a CPU: use bf16 or no"
-        )
-    elif process.is_main() and training and precision == "no" and has_bf16():
-        notice(
-            "this CPU has native bf16, 1.5x to 4x faster for all but small models: accelerate "
-            "launch --mixed_precision bf16 ..."
         )
 
 
@@ -113,21 +106,13 @@ def cores():
     return max(1, int(min(len(affinity(0)), cpu_quota())))
 
 
-def cpu_quota(root="/sys/fs/cgroup", membership="/proc/self/cgroup"):
-    """CPU time per second that the control groups of this process allow, as a float; or infinity.
+def cpu_quota(path="/sys/fs/cgroup/cpu.max"):
+    """CPU time per second that the container of this process allows, as a float; or infinity.
 
-    In a container the path of the group may be that on its host: then the root has the quota.
     Source: the kernel's Documentation/admin-guide/cgroup-v2.rst.
     """
-    lines = Path(membership).read_text() if Path(membership).exists() else ""  # none on a Mac
-    path = re.search("^0::/(.*)", lines, re.MULTILINE)  # of version 2
-    group, quotas = Path(root, path[1] if path else ""), [math.inf]
-    for folder in (group, *group.parents):
-        if folder.is_relative_to(root) and (folder / "cpu.max").exists():
-            quota, period = (folder / "cpu.max").read_text().split()
-            if quota != "max":
-                quotas.append(int(quota) / int(period))
-    return min(quotas)
+    quota, period = Path(path).read_text().split() if Path(path).exists() else ("max", "1")
+    return math.inf if quota == "max" else int(quota) / int(period)
 
 
 def cores_per_process():

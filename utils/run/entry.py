@@ -62,7 +62,7 @@ def _end_with_failure(error):
     line, retry = failures.describe(error), failures.may_pass(error)
     if line is None:
         process.print_uncaught(error)
-        _record(f"{failures.headline(error)}\n{failures.full_traceback(error)}", retry)
+        _record(f"{failures.headline(error)}\n{failures.short_traceback(error)}", retry)
     elif failures.is_lost_contact(error):
         # Only the first of the processes that lost contact prints it.
         _record(line, retry, before=f"error: {line}")

@@ -83,13 +83,6 @@ def short_traceback(error):
     return "".join(report.format())
 
 
-def full_traceback(error):
-    """The traceback of an error, with all frames that are known."""
-    if isinstance(error, Unexpected):
-        return error.args[1]
-    return "".join(traceback.format_exception(error))
-
-
 def in_library(path):
     """Whether a file (str) is of Python or of a package, and not of a project."""
     return any(part in path for part in LIBRARIES)

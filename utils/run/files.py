@@ -1,9 +1,11 @@
-"""Reads and writes small files that survive a power cut."""
+"""Reads and writes files that survive a power cut: JSON, text, and the final weights."""
 
 import errno
 import json
 import os
 from pathlib import Path
+
+from safetensors.torch import save_file
 
 from utils.run.failures import UserError
 
@@ -60,6 +62,29 @@ def write_text(path, text):
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync(path.parent)
+
+
+def write_weights(folder, model, config):
+    """Writes the weights of an unwrapped model to `model.safetensors` in `folder`, atomically.
+
+    Unwrapped: no DDP and no compile wrapper.
+
+    Args: config (dict): what is needed to build the model again, for the header of the file.
+    """
+    state, seen = {}, set()
+    for name, value in model.state_dict().items():
+        value = value.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, such as tied weights.
+        state[name] = value.clone() if storage in seen else value
+        seen.add(storage)
+    temporary = Path(folder) / ".model.safetensors.writing"
+    # One key only: safetensors writes several keys in an order that varies from run to run.
+    save_file(state, temporary, metadata={"config": json.dumps(config, sort_keys=True)})
+    set_usual_mode(temporary)
+    sync(temporary)
+    os.replace(temporary, Path(folder) / "model.safetensors")
+    sync(folder)
 
 
 def set_usual_mode(path):

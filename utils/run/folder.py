@@ -9,7 +9,6 @@ from pathlib import Path
 
 from utils.run import checkpoint, manifest, opening, process, record
 from utils.run.arguments import LENGTH, MAY_CHANGE
-from utils.run.claim import check_place, check_shared, claim
 from utils.run.collectives import run_on_all, run_on_main, same_everywhere, wait_for_all
 from utils.run.files import write_json
 from utils.run.metrics import Meter, Metrics, summary
@@ -66,14 +65,14 @@ class RunFolder:
                 checksum of the data; recorded in args.json under `data`.
 
         Raises:
-            UserError: see `claim.claim` and `opening.find`.
+            UserError: see `record.claim` and `opening.find`.
         """
         self._plan = plan
         may_change = LENGTH | MAY_CHANGE | self._may_change
         arguments = record.comparable(vars(self._args))
         self.identity = opening.Identity(arguments, data, may_change, self._args.resume)
         owner = run_on_main(self.accelerator, self._claim)
-        run_on_all(self.accelerator, lambda: self.is_main or check_shared(self.path, owner))
+        run_on_all(self.accelerator, lambda: self.is_main or record.check_shared(self.path, owner))
         start = opening.find(self.accelerator, self.path, self.identity, plan)
         self._place, self._start, self.finished = self.path.stat(), start, start.results
         self.run_id = start.run_id or self.run_id
@@ -83,7 +82,7 @@ class RunFolder:
             opening.announce_finished(self.path, self.finished)
 
     def _claim(self):
-        owner, self._lock = claim(self.path)
+        owner, self._lock = record.claim(self.path)
         return owner
 
     def start(self, rates=None):
@@ -141,7 +140,7 @@ class RunFolder:
         """
         if split == "test" and score is not None:
             raise ValueError("a test split never chooses a checkpoint: log it without a score")
-        check_place(self.path, self._place)
+        record.check_place(self.path, self._place)
         score = None if score is None else float(score)  # it may be a tensor
         self.metrics.log(split, step, figures, score)
         if score is not None:
@@ -177,7 +176,7 @@ class RunFolder:
             state: values to save with it, as JSON; after a restart they are in `run.progress`.
         """
         guard.check(model)
-        check_place(self.path, self._place)
+        record.check_place(self.path, self._place)
         self.metrics.sync()  # the lines up to a checkpoint are not written again after a power cut
         progress = {"step": step, **self.best.record(step), **state}
         progress["train_seconds"] = self.train_seconds()
@@ -221,7 +220,7 @@ class RunFolder:
 
         Plots and samples come after it: an error in them costs no result. `figures`: final metrics.
         """
-        check_place(self.path, self._place)
+        record.check_place(self.path, self._place)
         self.saves.finish()
         self.results = {**figures, **self.metrics.totals(step, self.train_seconds())}
         self.results["resumed_from"] = self._resumed_from

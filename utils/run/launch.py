@@ -21,7 +21,7 @@ def set_up(args=None, shards=False):
     """Sets up the network and the devices of this process; call it before `Accelerator(...)`.
 
     Args:
-        args (Arguments | None): of a training run; None: this is no training run.
+        args (Arguments | None): of the script, which may have `--nondeterministic`.
         shards (bool): whether the script sets up a sharded model; if not, an FSDP configuration is
             refused.
 
@@ -49,7 +49,7 @@ def set_up(args=None, shards=False):
         deterministic = not getattr(args, "nondeterministic", False)
         devices.set_up_gpus(config_name(), gpus, deterministic)
         return False
-    devices.set_up_cpu(config_name(), wants_cpu, training=args is not None)
+    devices.set_up_cpu(config_name(), wants_cpu)
     return True
 
 

@@ -39,13 +39,7 @@ def divide_batch(accelerator, batch_size, gradient_accumulation_steps):
         parts = math.lcm(*possible) * gradient_accumulation_steps
         accumulation = f"{gradient_accumulation_steps} accumulation step(s)"
         launch.check_division(batch_size, parts, f"{either(possible)} process(es) x {accumulation}")
-    micro_batch_size = launch.divide_batch(accelerator, batch_size, gradient_accumulation_steps)
-    if len(possible) > 1 and accelerator.is_main_process:
-        print(
-            "elastic training: when machines leave or join, the run continues from its last "
-            f"checkpoint with {either(possible)} processes"
-        )
-    return micro_batch_size
+    return launch.divide_batch(accelerator, batch_size, gradient_accumulation_steps)
 
 
 def either(counts):

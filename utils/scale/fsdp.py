@@ -1,18 +1,38 @@
-"""Checks a launch that shards the model (FSDP), and shards it on machines without GPUs, too."""
+"""Checks a launch that shards the model (FSDP), shards it also on CPUs, and reads shards safely."""
 
 import contextlib
+import enum
 import os
+import pickle
+import stat
 from functools import partial
+from pathlib import Path, PurePosixPath
+from traceback import StackSummary
 
 import accelerate
 import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import ParallelismConfig, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.versions import is_torch_version
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from utils.run import launch
 from utils.run.failures import UserError
 from utils.scale import elastic, patches
+
+# The module that defines the data classes of an index; a later release may add some.
+METADATA = "torch.distributed.checkpoint.metadata"
+# What else an index may refer to: module -> names.
+KNOWN = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"}
+    | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
 
 
 def requested():
@@ -21,7 +41,7 @@ def requested():
 
 
 def set_up(on_cpu):
-    """Refuses what is not supported, and prepares sharding on a CPU.
+    """Refuses what is not supported.
 
     Call it before `Accelerator(...)`; without a sharded model it does nothing.
 
@@ -62,7 +82,8 @@ def set_up(on_cpu):
             f"{config} offloads parameters to CPU memory, but runs on the CPU: set "
             "fsdp_offload_params: false"
         )
-    patches.shard_on_cpu()
+    # Accelerate would refuse sizes on a CPU: there `configure` gives them.
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
 def parts(accelerator):
@@ -93,7 +114,7 @@ def _check_hybrid(config):
 
 
 def configure(accelerator):
-    """Checks that Accelerate shards the model if it should, and sets how; call it before `prepare`.
+    """Makes Accelerate shard the model if it should, and sets how; call it before `prepare`.
 
     Gradients are reduced in float32, and inputs stay as they are: by default Accelerate also
     reduces in bf16, and casts floating-point inputs. The state stays on the GPUs for whoever writes
@@ -104,6 +125,8 @@ def configure(accelerator):
     """
     if not requested():
         return
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        _shard_on_cpu(accelerator)
     if not accelerator.is_fsdp2:
         raise UserError(
             f"{launch.config_name()} asks for a sharded model, but accelerate "
@@ -112,13 +135,25 @@ def configure(accelerator):
         )
     if accelerator.is_main_process:
         print(f"the model is sharded over {accelerator.num_processes} processes")
-    patches.read_shards_safely()
+    patches.read_shards_with(Reader)
     plugin = accelerator.state.fsdp_plugin
     plugin.state_dict_config.offload_to_cpu = False
     if accelerator.mixed_precision == "bf16":
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+
+
+def _shard_on_cpu(accelerator):
+    """Selects FSDP, as Accelerate itself does on GPUs only, although it works over gloo (1.15)."""
+    copies = _size("DP_REPLICATE")
+    sizes = dict(dp_replicate_size=copies, dp_shard_size=accelerator.num_processes // copies)
+    state = accelerator.state
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin()  # as the launcher's configuration says
+    state.parallelism_config = ParallelismConfig(**sizes)
+    # By default torch shards over the accelerator of the machine, such as that of a Mac.
+    state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
 
 
 def blocks(model):
@@ -188,3 +223,64 @@ def gathered(model):
     finally:
         if sharded:
             model.reshard()
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads sharded state; its index may refer only to data classes and to files beside it."""
+
+    def read_metadata(self, *args, **options):
+        """Reads the index, and checks what it refers to.
+
+        Raises:
+            CheckpointException: torch passes it on. At an `Exception` it would look for an index of
+                this process alone, and then forget why it did.
+        """
+        path = Path(self._get_metadata_path(options.get("rank")))
+        try:
+            with path.open("rb") as file:
+                index = _Unpickler(file).load()
+            self._check(index)
+        except (OSError, pickle.UnpicklingError) as error:
+            raise _failure(error) from None
+        except (AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
+            reason = f"{path.name} is not an index of sharded state: {error}"
+            raise _failure(pickle.UnpicklingError(reason)) from None
+        if getattr(index, "storage_meta", None) is None:
+            index.storage_meta = StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+    def _check(self, index):
+        if type(index.storage_data) is not dict or type(index.state_dict_metadata) is not dict:
+            # Another type could return other items to torch than here.
+            raise TypeError("it does not hold plain dictionaries")
+        for key, location in index.storage_data.items():
+            if getattr(location, "transform_descriptors", None):
+                raise pickle.UnpicklingError(f"{key.fqn} is stored with a transform")
+            name = location.relative_path
+            beside = isinstance(name, str) and PurePosixPath(name).name == name
+            if not (beside and stat.S_ISREG((Path(self.path) / name).lstat().st_mode)):
+                raise pickle.UnpicklingError(f"{key.fqn} is not in a file of the checkpoint")
+
+
+def _failure(error):
+    return dcp.CheckpointException("read its index", {0: (error, StackSummary())})
+
+
+def _member(kind, name):
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickles as getattr(kind, name)."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"its index refers to getattr of {kind!r}")
+    return kind[name]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        module = "pathlib" if module == "pathlib._local" else module  # of Python 3.13
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if module == METADATA or name in KNOWN.get(module, ()):
+            found = super().find_class(module, name)
+            if module != METADATA or getattr(found, "__module__", None) == METADATA:
+                return found
+        raise pickle.UnpicklingError(f"its index refers to {module}.{name}")

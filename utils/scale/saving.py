@@ -36,13 +36,10 @@ class BackgroundWriter:
             between its own, in another order on each process, and all would wait forever.
     """
 
-    def __init__(self, accelerator, wait=False):
-        """Call it on every process.
-
-        Args: wait (bool): whether the training waits for every checkpoint.
-        """
+    def __init__(self, accelerator):
+        """Call it on every process."""
         self.group = new_group() if accelerator.num_processes > 1 else None
-        self._wait, self._newest = wait, None
+        self._newest = None
         # Not in shared memory, of which containers have little.
         pinned = accelerator.device.type == "cuda"
         self._stager = StateDictStager(pin_memory=pinned, share_memory=False)
@@ -78,7 +75,7 @@ class BackgroundWriter:
             writes.append(partial(save_shards, copy(state_dict), **options))
 
         later = patches.saving_with(save_later, save_file_later, save_shards_later)
-        with contextlib.nullcontext() if wait or self._wait else later:
+        with contextlib.nullcontext() if wait else later:
             yield writes
 
     def start(self, writes, finish):
@@ -91,8 +88,6 @@ class BackgroundWriter:
             Future: of what `finish` returns.
         """
         self._newest = self._thread.submit(_write, writes, finish)
-        if self._wait:
-            self.wait_for_newest()
         return self._newest
 
     def wait_for_newest(self, seconds=None):

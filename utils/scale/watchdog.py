@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from utils.run import process
 from utils.run.output import notice
 
-BEHIND = 0.1  # part of the median by which a process must be slower to be named
+BEHIND = 0.1  # part of the time that a process must cost the others to be named
 STEPS = 5  # in a row, in which it must have been the slowest
 STILL = "no progress for"
 ANSWER_SECONDS = 5.0  # for the other processes to write their files
@@ -36,11 +36,12 @@ WAITS = {"distributed_c10d.py": "waits in {name},", "graph.py": "is in the backw
 class Watchdog:
     """Watches the progress of all processes; one per process, made after the guard.
 
-    It also compares the speed of the processes, and before each save whether DDP has kept their
-    weights the same: a notice says if not.
+    It also compares how long they take for their batches and passes, and before each save whether
+    DDP has kept their weights the same: a notice says if not.
 
     Attributes:
-        request (Path), save_request (Path): the files by which a person asks.
+        request (Path): the file by which a process or a person asks for stacks.
+        save_request (Path): that by which a person asks for a save.
     """
 
     def __init__(self, run, guard, accelerator, model, timeout):
@@ -54,49 +55,68 @@ class Watchdog:
         """
         self._run, self._guard = run, guard
         self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
-        self._seconds, self._told = timeout / 2, self._ranks == 1
-        self.request, self.save_request = run.path / "dump_stacks", run.path / "save_now"
+        self._seconds, self.request = timeout / 2, run.path / "dump_stacks"
+        self.save_request = run.path / "save_now"
         self._answered = self._reported = self._save_seen = None
         self._save_asked, self._awaited = False, None  # the step of a save that a person waits for
-        self._pace, self._waited = Pace(model), 0.0
+        self._passes, self._waited = Passes(model), 0.0
+        self._times, self._since = [0] * self._ranks, time.monotonic()
+        self._slowest = deque(maxlen=STEPS)
         guard.attach(self)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     # ------------------------------------------------------------------ with the votes of the guard
 
     def votes(self):
-        """For the guard: whether a person asks for a save, and the own time of each process."""
-        waited = self._run.meter.waited_seconds
-        self._pace.end_step(waited - self._waited)
-        self._waited, self._run.hang = waited, ""
+        """For the guard: whether a person asks for a save, and the own time of each process.
+
+        It is in microseconds, for the batches of this step and the passes of the one before.
+        """
         asked, self._save_asked = self._save_asked, False
-        times = [0] * self._ranks
-        times[self._rank] = self._pace.microseconds()
+        waited, times = self._run.meter.waited_seconds, [0] * self._ranks
+        times[self._rank] = round(1e6 * (waited - self._waited + self._passes.seconds()))
+        self._waited, self._run.hang = waited, ""
         return [int(asked), *times]
 
     def hear(self, votes):
-        """For the guard: the maxima of the votes of all processes."""
-        if votes[0]:
+        """For the guard: the votes of all processes."""
+        asked, *times = votes
+        if asked:
             self._run.save_asked = True
-        self._pace.add(votes[1:])
+        if any(times):
+            self._times = [a + b for a, b in zip(self._times, times, strict=True)]
+            self._slowest.append(times.index(max(times)))
 
     def figures(self):
-        """For the log line of the training: how much slower the slowest process is, as a dict."""
-        return self._pace.read()
+        """For the log line of the training: which process all others wait for, since the last line.
+
+        Returns:
+            dict: `slowest_behind`, the part of the time by which one process took longer than the
+            median one; `slow_rank`, only if that is more than `BEHIND`, and it took longest in each
+            of the last `STEPS`. Empty for a process alone.
+        """
+        if self._ranks == 1:
+            return {}
+        longest, passed = max(self._times), time.monotonic() - self._since
+        rank, behind = self._times.index(longest), longest - statistics.median_low(self._times)
+        figures = {"slowest_behind": behind / 1e6 / passed}
+        if figures["slowest_behind"] > BEHIND and self._slowest.count(rank) == STEPS:
+            figures["slow_rank"] = rank
+        self._times, self._since = [0] * self._ranks, time.monotonic()
+        return figures
 
     def check(self, model):
-        """For the guard: prints a notice, once, if the processes of DDP have different weights."""
+        """For the guard: prints a notice if the processes of DDP have different weights."""
         with contextlib.suppress(OSError):
             if self._rank == 0:
                 self.save_request.unlink()
                 self._awaited = self._guard.step
-        if self._told or not isinstance(model, DistributedDataParallel):
+        if self._ranks == 1 or not isinstance(model, DistributedDataParallel):
             return
         total = checksum(model)
         bounds = torch.tensor([total, -total])
         dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._guard.group)
-        self._told = bool(bounds[0] != -bounds[1])
-        if self._told and self._rank == 0:
+        if self._rank == 0 and bounds[0] != -bounds[1]:
             notice(
                 "the processes have different weights, so their gradients were not averaged: "
                 "compute the loss with the model that `prepare` returned, not with the one inside"
@@ -105,16 +125,13 @@ class Watchdog:
     # --------------------------------------------------------------------------------- the thread
 
     def ask(self, reason):
-        """Asks every process for its stacks."""
-        writing = self._run.path / f".dump_stacks_{self._rank}"
-        with contextlib.suppress(OSError):  # the folder is gone, with the run
-            writing.write_text(reason)
-            try:  # with its text: others may look at any moment
-                os.link(writing, self.request)
-            except OSError:  # another process was first, or this file system has no links
-                if not self.request.exists():
-                    os.replace(writing, self.request)
-            writing.unlink()
+        """Asks every process for its stacks.
+
+        The request is a link whose target is the reason: it is made at once with its text, and only
+        if no other process was first.
+        """
+        with contextlib.suppress(OSError):
+            os.symlink(reason, self.request)
 
     def _watch(self):
         while self._run.results is None:  # after `finish`, nothing can be saved
@@ -130,7 +147,7 @@ class Watchdog:
             self._reported = moved_at
             self.ask(f"{STILL} {passed:.0f} s")
         with contextlib.suppress(OSError):
-            request = self.request.stat().st_mtime_ns
+            request = self.request.lstat().st_mtime_ns
             if request != self._answered:
                 self._answered = request
                 self._answer(request)
@@ -145,7 +162,8 @@ class Watchdog:
             self._awaited = None
 
     def _answer(self, request):
-        reason = self.request.read_text().strip() or "asked by the file dump_stacks"
+        is_link = self.request.is_symlink()  # made by `ask`
+        reason = os.readlink(self.request) if is_link else "asked by the file dump_stacks"
         self._write(request)
         states = self._others(request)
         line = f"{reason}: {describe(states, self._ranks)}"
@@ -243,68 +261,32 @@ def _named(ranks):
     return f"{noun} {', '.join(map(str, ranks))}"
 
 
-class Pace:
-    """Compares the time that each process takes for its batches, forward and backward passes.
+class Passes:
+    """Measures the time that this process takes for its forward and backward passes.
 
     DDP makes every process wait for the slowest one at the end of the backward pass, so that all
     steps take the same time. What a process does before that is its own time. In a sharded model
-    each layer waits: there, only the wait for batches is measured.
+    each layer waits: there, nothing is measured.
 
     On a GPU these times are those of its kernels, between CUDA events, which nothing waits for.
     """
 
     def __init__(self, model):
         """Args: model: as `prepare` returned it."""
-        self._spans, self._laps = [], deque(maxlen=2)
-        self._sums, self._slowest = [], deque(maxlen=STEPS)
+        self._spans, self._earlier = [], []
         if isinstance(model, DistributedDataParallel):
             on_gpu = next(model.parameters()).device.type == "cuda"
             self._now = _event if on_gpu else time.perf_counter
             model.register_forward_pre_hook(self._begin)
             model.register_forward_hook(self._follow)
 
-    def end_step(self, waited):
-        """Call it after each optimizer step; `waited`: seconds of waiting for batches in it."""
-        self._laps.append((waited, self._spans))
-        self._spans = []
+    def seconds(self):
+        """The time (float) in the step before this one, whose events have happened.
 
-    def microseconds(self):
-        """The own time of this process in the step before the last one (int); 0: unknown, or told.
-
-        The events of that step have happened.
+        Call it after each optimizer step.
         """
-        if len(self._laps) < 2:
-            return 0
-        waited, spans = self._laps.popleft()
-        return round(1e6 * (waited + sum(_seconds(*span) for span in spans)))
-
-    def add(self, times):
-        """Adds the own times of all processes in one step.
-
-        Args: times (list): by rank; all 0: unknown.
-        """
-        if not any(times):
-            return
-        self._sums = [a + b for a, b in zip(self._sums or [0] * len(times), times, strict=True)]
-        behind, slowest = _compare(times)
-        self._slowest.append(slowest if behind > BEHIND else None)
-
-    def read(self):
-        """What was measured since the last call.
-
-        Returns:
-            dict: `slowest_behind`, the part of the median by which the slowest process was slower;
-            `slow_rank`, only if that is more than `BEHIND`, and was so in each of the last `STEPS`.
-            Empty: nothing was measured.
-        """
-        sums, self._sums = self._sums, []
-        if not sums:
-            return {}
-        behind, slowest = _compare(sums)
-        figures = {"slowest_behind": behind}
-        if behind > BEHIND and self._slowest.count(slowest) == STEPS:
-            figures["slow_rank"] = slowest
-        return figures
+        earlier, self._earlier, self._spans = self._earlier, self._spans, []
+        return sum(_seconds(*span) for span in earlier)
 
     def _begin(self, *_):
         self._start = self._now()
@@ -320,12 +302,6 @@ class Pace:
 
             # What is queued when the backward pass begins runs at its end, before DDP's wait.
             tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
-
-
-def _compare(times):
-    """By which part of the median the slowest is slower, and its rank."""
-    slowest = max(times)
-    return slowest / max(statistics.median_low(times), 1e-9) - 1, times.index(slowest)
 
 
 def _event():

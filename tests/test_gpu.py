@@ -69,7 +69,6 @@ REHEARSAL = SimpleNamespace(
     precision="no",
     launch=dict(env={"CUDA_VISIBLE_DEVICES": ""}),
 )
-MIXED = "--preset torchvision"  # Mixup and CutMix
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -167,8 +166,8 @@ def default_recipe(place, folder):
 
 
 def kill_and_resume(place, folder):
-    """A killed run ends with the same bytes: CIFAR, GPT, averaged weights with Mixup, and tokens."""
-    scripts = [*both(place), ("images", IMAGES, f"{place.images} {MIXED}")]
+    """A killed run ends with the same bytes: CIFAR, GPT, images in files, and tokens."""
+    scripts = [*both(place), ("images", IMAGES, place.images)]
     if all(map(importlib.util.find_spec, ("transformers", "peft"))):
         scripts.append(("lm", LM, place.lm))
     if not place.gpu:
@@ -266,7 +265,7 @@ def waits(place, folder):
     length = "--max_train_steps 16 --log_every 100 --checkpoint_every 0 --eval_every 100"
     scripts = both(place, length)
     if place.gpu:
-        scripts.append(("images", IMAGES, f"{place.images} {MIXED} {length}"))
+        scripts.append(("images", IMAGES, f"{place.images} {length}"))
     together(
         *(
             partial(launch, place, *how, folder / name, f"count_waits@0:{folder}/{name}.json")

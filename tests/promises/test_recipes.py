@@ -35,9 +35,10 @@ USUAL = (
     "compression contrastive diffusion detection ema gan model_output optimizer preference "
     "segmentation text_classification tracker"
 )
+WITH_IMAGES = ("layer_decay", "mixup", "rare_classes", "unfreezing")
 ARGUMENTS = {
     **dict.fromkeys(USUAL.split(), MINIMAL),
-    **dict.fromkeys(("layer_decay", "rare_classes", "unfreezing"), f"--dataset synthetic {IMAGES}"),
+    **dict.fromkeys(WITH_IMAGES, f"--dataset synthetic {IMAGES}"),
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
     "freezing": LM,

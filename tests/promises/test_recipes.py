@@ -77,7 +77,7 @@ EXPORTED = {
 }
 # What is killed by a slow test; for the others it is enough that they train.
 KILLED = ("several_labels", "mixture", "qlora", *GALLERY)
-LONG = ("rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
+LONG = ("mixup", "rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
 
 
 @pytest.fixture(scope="session")

@@ -112,20 +112,16 @@ def test_each_file_of_plain_text_is_a_document(tmp_path):
     ("files", "says"),
     [
         (dict(a_jsonl=lines([{"turns": [], "id": 1}])), "columns turns, id; one needs messages"),
-        (dict(a_jsonl=lines([{"prompt": "a"}])), "columns prompt; one needs"),
         (dict(a_csv="prompt,completion\nIs 1, or 2?,2\n"), "its first row has 3 fields: name"),
-        (dict(a_csv="text\n" + "b\n" * 30 + "b, more\n"), "Expected 1 fields in line 32, saw 2"),
         (dict(a_csv="text;label\nb;1\n"), "a.csv are separated by ';': convert it to CSV"),
         (dict(a_jsonl="[" * 100_000), "a.jsonl does not hold an object in each line"),
         (dict(a_jsonl='{"text": "a\x01"}'), "row 0 of .* is not JSON: Invalid control character"),
         (dict(a_json=json.dumps([TEXT])), "of one list, make lines with `jq -c"),
         (dict(a_txt="six".encode("utf-16")), "a.txt: it is not UTF-8"),
         (dict(val_txt="a" * 99, test_txt="b" * 99), "has no train split"),
-        (dict(a_csv_gz=b"no"), r"holds no file that ends in \.txt, \.parquet"),
         (dict(a_txt="a", b_jsonl=lines([TEXT])), "both a.txt and b.jsonl: give files of one form"),
         ({"a::b_jsonl": lines([TEXT])}, "rename .*a::b.jsonl, because"),
         (dict(a_jsonl=lines([TEXT]) + "{"), "row 1 of .* is not JSON: Expecting property"),
-        (dict(a_jsonl=lines([TEXT]) + "[" * 100_000), "row 1 of .* is not JSON: maximum recur"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_line(files, says, tmp_path):

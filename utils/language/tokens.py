@@ -2,7 +2,7 @@
 
 `load_tokens` tokenizes the rows in shards, by as many processes as a machine has cores, into files
 that are mapped into memory. A shard that is done is a file of the cache: a run that is interrupted
-goes on with the others. The machines of a run whose cache is on one disk share the work.
+goes on with the others.
 
 `open_stream` tokenizes documents during training, and continues exactly after a restart.
 """
@@ -188,11 +188,8 @@ class Shards(Dataset):
         return path_in_cache("tokens", self._version_of(number))
 
     def missing(self):
-        """The numbers of the shards without a file; each machine begins elsewhere."""
-        machine = int(os.environ.get("GROUP_RANK", 0))
-        numbers = [number for number in range(len(self)) if not self.file(number).exists()]
-        first = len(numbers) * machine // int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        return numbers[first:] + numbers[:first]
+        """The numbers (list) of the shards without a file."""
+        return [number for number in range(len(self)) if not self.file(number).exists()]
 
 
 def tokenize(rows, encoder, kind):

@@ -28,10 +28,10 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
 from harness.launches import CIFAR, GPT, ROOT, final_weights, metrics, results, run
 from safetensors.torch import load_file
 
-from utils import checkpoint_weights
 from utils.images.augment import augment
 
 IMAGES, LM = "scripts/train_images.py", "scripts/train_lm.py"
@@ -269,9 +269,10 @@ def sharded(place, folder):
         whole = exactly(place, GPT, arguments, folder / f"{count}", rank=":0", **several)
         assert results(whole)["num_processes"] == count
         last = whole / "checkpoints" / f"step_{place.steps:08}"
-        assert len(list((last / checkpoint_weights.SHARDS).glob("*.distcp"))) == count
-        exported = load_file(whole / "model.safetensors")
-        in_shards = checkpoint_weights.read(last).state
+        assert len(list((last / "pytorch_model_fsdp_0").glob("*.distcp"))) == count
+        merge_fsdp_weights(last / "pytorch_model_fsdp_0", folder / f"merged_{count}")
+        files = (whole, folder / f"merged_{count}")
+        exported, in_shards = (load_file(at / "model.safetensors") for at in files)
         assert exported.keys() == in_shards.keys()
         assert all(torch.equal(in_shards[name], exported[name]) for name in exported)
         figures[f"step_ms_{count}"] = step_milliseconds(whole)

@@ -146,10 +146,14 @@ def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path
         writing.mkdir(parents=True)
         save_file({"module.bias": torch.full((1,), float(step))}, writing / "model.safetensors")
         record = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
-        manifest.complete(writing, writing.with_name(f"step_{step:08d}"), record)
+        folder = writing.with_name(f"step_{step:08d}")
+        manifest.complete(writing, folder, record)
         saved = weight_files.read(tmp_path)
         assert saved.state["bias"].tolist() == [step] and saved.config == {"width": step}
         assert saved.run == tmp_path and saved.state.keys() == {"bias"}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="of a sharded run: finish the run and give its folder"):
+        weight_files.read(tmp_path)
 
 
 def test_another_model_is_refused(tmp_path):

@@ -141,10 +141,21 @@ def evaluate_cifar(accelerator, args, saved):
     load_state(model, saved, f"{name} with {len(data.class_names)} classes")
     colors = [torch.tensor(config[key]) for key in ("mean", "std") if key in config]
     colors = colors or data.splits["train"].mean_and_std()
-    views = train_cifar.predict_views if args.tta else None
+    views = predict_views if args.tta else None
     outputs = predict(accelerator, model, split, colors, views=views)
     if accelerator.is_main_process:
         write_evaluation(args, saved, split, outputs, data.class_names, shown)
+
+
+def predict_views(model, images):
+    """The weighted sum of the outputs for an image, its mirror image, and shifted ones."""
+    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+    views = ((0.25, images), (0.125, padded[:, :, :-2, :-2]), (0.125, padded[:, :, 2:, 2:]))
+    outputs = 0
+    for weight, view in views:
+        for image in (view, view.flip(-1)):
+            outputs = outputs + weight * model(image).float()
+    return outputs
 
 
 # --------------------------------------------------------------------------------- train_images.py

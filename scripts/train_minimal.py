@@ -12,7 +12,7 @@ of every data parallel recipe, and what does them here:
 
 A copy needs only `utils/run`. It waits for its checkpoints, and does not say which process hangs or
 is slow. With a copy of `utils/scale`, a line after `guard` does:
-`Watchdog(run, guard, accelerator, args.timeout)`, from `utils.scale.watchdog`.
+`Watchdog(run, guard, accelerator, model, args.timeout)`, from `utils.scale.watchdog`.
 """
 
 import sys

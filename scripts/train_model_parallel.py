@@ -294,7 +294,7 @@ def main():
     schedule.recompute(scheduler)  # the run may have another length now
     run.print(f"stages of the first process on {', '.join(map(str, stages))}")
     guard = Guard(accelerator, args.timeout)
-    watchdog = Watchdog(run, guard, accelerator, args.timeout)
+    watchdog = Watchdog(run, guard, accelerator, model, args.timeout)
 
     def validate(step):
         metrics = evaluate(accelerator, model, *eval_data, guard.watch, mean, std)

@@ -6,11 +6,16 @@ import pytest
 from harness.launches import CIFAR, ENDLESS, GPT, SMALL, TINY_GPT, Started, run, status
 
 
-def test_a_person_asks_where_the_processes_are(tmp_path):
+def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
     """Twice; the run goes on."""
-    started, stacks = Started("2cpu", CIFAR, ENDLESS, output_dir=tmp_path), []
+    started = Started("2cpu", CIFAR, ENDLESS, output_dir=tmp_path)
+    steps, stacks = [], []
     started.wait_for("step      2/")
     for _ in range(2):
+        (tmp_path / "save_now").touch()
+        line = started.wait_for("asked by the file save_now: checkpoint of step")
+        steps.append(f"step_{int(line.split()[-1]):08d}")
+        assert not (tmp_path / "save_now").exists()
         (tmp_path / "dump_stacks").touch()
         assert "rank" in started.wait_for("asked by the file dump_stacks: ")
         started.wait_for("all stacks: ")
@@ -19,15 +24,18 @@ def test_a_person_asks_where_the_processes_are(tmp_path):
             assert '"does"' in text and "in main\n" in text and text not in stacks
             stacks.append(text)
         started.wait_for("step ")
+    for _ in range(5):  # it trains on, and saves no more
+        started.wait_for("step ")
     started.kill_all()
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert saved == steps and len(set(steps)) == 2
 
 
 @pytest.mark.slow
 def test_a_slow_process_is_named_in_the_log_line(tmp_path):
     """The loader of rank 1 is late, and rank 0 waits for it in each backward pass."""
     arguments = f"{TINY_GPT} --num_workers 0 --max_train_steps 8 --log_every 8 --eval_every 100"
-    words = ["slow_loader@0:1", GPT, *arguments.split()]
-    done = run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path)
+    done = run("2cpu", GPT, arguments, output_dir=tmp_path, faults="slow_loader@0:1")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (line,) = (json.loads(line) for line in lines if '"split": "train"' in line)
     assert line["slow_rank"] == 1 and line["slowest_behind"] > 0.5
@@ -37,9 +45,8 @@ def test_a_slow_process_is_named_in_the_log_line(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named_before_the_time_out(tmp_path):
     """One of three; they wait at most 10 seconds."""
-    words = ["hang@5:1", CIFAR, *SMALL.split(), "--timeout", "10"]
     options = dict(launcher=("--num_processes", "3"), output_dir=tmp_path / "run", check=False)
-    errors = run("2cpu", "tests/harness/wrapped.py", words, **options).stderr
+    errors = run("2cpu", CIFAR, f"{SMALL} --timeout 10", faults="hang@5:1", **options).stderr
     line = next(line for line in errors.splitlines() if line.startswith("no progress for"))
     assert "ranks 0, 2 " in line and "rank 1 is in" in line and "after step 4" in line, line
     assert f"all stacks: {tmp_path}/run/stacks" in errors
@@ -61,6 +68,6 @@ def test_what_one_process_does_alone_may_take_longer_than_the_time_out(fault, co
         pytest.importorskip("peft")
         script, size = "scripts/train_lm.py", "--batch_size 4"
     two = ("--num_processes", "2", "--mixed_precision", "no")
-    words = [f"{fault}@1:0", script, *words.split(), *size.split()]
-    run(config, "tests/harness/wrapped.py", words, output_dir=tmp_path, launcher=two)
+    options = dict(launcher=two, output_dir=tmp_path, faults=f"{fault}@1:0")
+    run(config, script, f"{words} {size}", **options)
     assert status(tmp_path)["state"] == "finished"

@@ -19,6 +19,14 @@ from utils.run.failures import UserError
     [
         ("Training/a/ Training/b/ dev/a/ dev/b/", "a b", {"train": 6, "val": 6}, []),
         ("cat/images/ dog/images/", "cat dog", {"train": 4, "val": 2}, []),
+        # Only names that are exactly those of splits are.
+        (
+            "train/test/ train/dog_train/ val/test/ val/dog_train/",
+            "dog_train test",
+            {"train": 6, "val": 6},
+            [],
+        ),
+        ("train_station/ cat/", "cat train_station", {"train": 4, "val": 2}, []),
         (
             "train/cat/ train/dog/ val/cat/ val/dog/ test/ train/cover.png logo.png v.png",
             "cat dog",
@@ -41,7 +49,7 @@ def test_folders_are_splits_or_classes(paths, classes, splits, lines, tmp_path):
     root = write_images(tmp_path, *paths.split(" "))
     for load in (find_images, load_arrays):
         data = load(root, val_fraction=0.3)
-        assert data.class_names == classes.split() and sizes(data) == splits
+        assert " ".join(data.class_names) == classes and sizes(data) == splits
         assert left_out(data) == lines
 
 
@@ -77,13 +85,11 @@ def test_what_is_not_an_image_of_a_class_is_named(tmp_path):
     write_images(tmp_path, "__MACOSX/cat/", ".git/x/", "cat/old/", "do\u00a0g/")
     for name in ("cat/a.HEIC", "cat/b.heic", "dog/IMG_1", "notes.txt", "cat/Thumbs.db"):
         (tmp_path / name).write_bytes(b"x")
-    (tmp_path / "labels").mkdir()
     data = find_images(root, val_fraction=0.3)
     assert sum(sizes(data).values()) == 15
     assert set(left_out(data)) == {
         ".heic files (convert them to JPEG): 2 (cat/a.HEIC)",
         ".db files: 1 (cat/Thumbs.db)",
-        "empty folders: 1 (labels)",
         ".txt files: 1 (notes.txt)",
         "files without a suffix: 1 (dog/IMG_1)",
         "folders of thumbnails or of the system: 2 (__MACOSX)",

@@ -115,7 +115,7 @@ def test_synthetic_images_depend_on_the_seed_only_and_are_all_different():
     data, other = find_images("synthetic", seed=3), find_images("synthetic", seed=4)
     assert sizes(data) == {"train": 1000, "val": 200} and len(data.class_names) == 10
     assert find_images("synthetic", seed=3).description == data.description != other.description
-    assert data.splits["train"].name(7) == "row 7 of synthetic, train split"
+    assert data.splits["train"].name(7) == "synthetic, train split, row 7"
     whole = load_arrays("synthetic", seed=3)
     divided = load_arrays("synthetic", seed=3, val_fraction=0.1)
     assert sizes(divided) == {"train": 4500, "val": 500, "test": 1000}

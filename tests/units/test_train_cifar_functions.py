@@ -21,7 +21,7 @@ def test_fastnet_classifies_by_the_maximum_of_each_filter():
 
 def test_views_are_weighted_and_mirrored():
     """Half of the weight for the image, a quarter for each shift by a pixel, with its mirror image."""
-    script, seen = load_script("train_cifar"), []
+    script, seen = load_script("evaluate"), []
 
     def model(x):
         seen.append(x)

@@ -34,7 +34,7 @@ def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
     tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
     prompts = [([1], "yes"), ([2], "yes "), ([3], "yes ")]
     held_out = SimpleNamespace(prompts=lambda count: prompts)
-    args = SimpleNamespace(dataset="synthetic", dry_run=False)
+    args = SimpleNamespace(dataset="synthetic", loss_on="answers", dry_run=False)
 
     def share(here, **changed):
         options = SimpleNamespace(**vars(args) | changed)
@@ -44,6 +44,7 @@ def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
     assert share(fakes.accelerator(2, rank=1)) == share(fakes.accelerator(is_fsdp2=True)) == {}
     assert share(fakes.accelerator(), dataset="a") == {}
     assert share(fakes.accelerator(), dry_run=True) == {}
+    assert share(fakes.accelerator(), loss_on="all") == {}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.fakes import accelerator
-from harness.worlds import run_guards
+from harness.worlds import group_of_one, run_guards
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.scale import watchdog
-from utils.scale.watchdog import Watchdog, checksum, describe, main_thread
+from utils.scale.watchdog import Passes, Watchdog, checksum, describe, main_thread
 
 
 def test_one_line_says_which_processes_are_where():
@@ -59,7 +60,7 @@ def test_what_the_main_thread_does(file, function, does):
 def run_in(path):
     """A run in a folder."""
     meter = SimpleNamespace(waited_seconds=0.0)
-    return SimpleNamespace(path=path, results=None, hang="", meter=meter)
+    return SimpleNamespace(path=path, results=None, save_asked=False, hang="", meter=meter)
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def watch(tmp_path, monkeypatch):
     def make(rank, seconds=500, path=tmp_path, processes=2):
         guard = SimpleNamespace(step=7, agreed=6, moved_at=watchdog.time.monotonic() - 100)
         guard.attach, run = lambda voter: None, run_in(path)
-        dog = Watchdog(run, guard, accelerator(processes, rank), 2 * seconds)
+        dog = Watchdog(run, guard, accelerator(processes, rank), nn.Linear(1, 1), 2 * seconds)
         dog.test = SimpleNamespace(run=run, guard=guard)
         return dog
 
@@ -158,7 +159,7 @@ def test_processes_with_different_weights_are_told(tmp_path, monkeypatch, capsys
             model = nn.Linear(2, 2).to(torch.bfloat16)
             run = run_in(tmp_path)
             run.results = {}  # its thread ends at once
-            Watchdog(run, watched, accelerator(2, rank), 600)
+            Watchdog(run, watched, accelerator(2, rank), model, 600)
             for change in changes:
                 for weight in model.parameters():
                     weight.data.fill_(1.0).add_(rank * change)
@@ -193,6 +194,58 @@ def test_the_checksum_is_the_sum_of_the_bits(integers, dtype):
 # ----------------------------------------------------------------------------------- who is slow
 
 
+class Layer(nn.Linear):
+    """Its forward pass takes a second of the clock."""
+
+    now = 0.0
+
+    def forward(self, x):
+        Layer.now += 1.0
+        return {"ids": torch.arange(2), "logits": [super().forward(x)]}
+
+
+class Event:
+    """Stands for an event of a GPU, which tells milliseconds."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Layer.now
+
+    def elapsed_time(self, end):
+        return 1000 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_own_time_is_that_of_passes(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    if device == "cpu":
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(perf_counter=lambda: Layer.now))
+
+    def forward():
+        return model(torch.ones(1, 2))["logits"][0].sum()
+
+    with group_of_one():
+        model = DistributedDataParallel(Layer(2, 2))
+        there = SimpleNamespace(device=torch.device(device))
+        monkeypatch.setattr(model, "parameters", lambda: iter([there]))
+        passes, seconds = Passes(model), []
+        for micro_batches in (3, 2):
+            for _ in range(micro_batches):
+                forward().backward()
+                with torch.no_grad():
+                    forward()
+            Layer.now += 10.0
+            forward()  # without a backward pass
+            seconds.append(passes.seconds())  # the events of a step may not have happened
+    assert [*seconds, passes.seconds(), passes.seconds()] == [0, 3.0, 2.0, 0]
+    model = nn.Linear(2, 2)  # there only waits for batches are measured
+    passes = Passes(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert [passes.seconds(), passes.seconds()] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("steps", "figures"),
     [
@@ -206,7 +259,7 @@ def test_the_checksum_is_the_sum_of_the_bits(integers, dtype):
     ],
 )
 def test_a_process_that_all_others_wait_for_is_named(steps, figures, watch, monkeypatch):
-    """Each votes how long it waited for the batches of a step."""
+    """Each votes how long it took for a step: here, it waited for its batches."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now))
     dogs = [watch(rank, processes=3) for rank in range(3)]
@@ -216,7 +269,7 @@ def test_a_process_that_all_others_wait_for_is_named(steps, figures, watch, monk
             dog.test.run.meter.waited_seconds += wait
             votes.append(dog.votes())
         summed = [sum(column) for column in zip(*votes, strict=True)]
-        assert summed == [1e6 * wait for wait in waits]
+        assert summed == [0, *(1e6 * wait for wait in waits)]
         for dog in dogs:
             dog.hear(summed)
     for expected in (figures, {"slowest_behind": 0.0}):  # since the last line

@@ -103,8 +103,6 @@ def scan(root, suffixes):
                 left_out.add("devices, FIFOs or sockets", path)
             else:
                 raise UserError(f"the link {root / path} leads nowhere: remove it")
-        if not entries:
-            left_out.add("empty folders", folder or ".")
         for inside in folders:
             visit(inside, [*above, here])
 

@@ -32,6 +32,7 @@ class RunFolder:
         evaluation_due (bool): the run was stopped in the evaluation after the step to continue
             from: after `start`, evaluate first.
         best (Best): the scores; `best.out_of_patience` says whether the run ends early.
+        save_asked (bool): set in the same step on all processes: the next `save_due` is true.
         hang (str): which process makes no progress, and where it is, if this is known.
         record (dict | None): what args.json says of this start; on the main process, after `start`.
         results (dict | None): what results.json says, after `finish`.
@@ -53,7 +54,7 @@ class RunFolder:
         self._args, self.accelerator = args, accelerator
         self._loggers, self._writer = loggers, writer
         self._may_change = set(may_change)
-        self.best, self.hang = Best(getattr(args, "patience", None)), ""
+        self.best, self.save_asked, self.hang = Best(getattr(args, "patience", None)), False, ""
 
     def open(self, plan, **data):
         """Locks the folder and looks for a checkpoint to continue from; writes no records yet.
@@ -155,7 +156,8 @@ class RunFolder:
     def save_due(self, step):
         """Whether to save after `step`. Call it after each step: it also notes earlier saves."""
         self.saves.look()
-        return self._plan.save_due(step)
+        asked, self.save_asked = self.save_asked, False
+        return asked or self._plan.save_due(step)
 
     def print(self, text):
         """Prints on the main process only."""

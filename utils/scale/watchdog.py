@@ -3,6 +3,7 @@
 A thread in each process looks into the folder of the run once a second: a main thread that waits
 inside C++ runs nothing. A process that makes no progress creates the file `dump_stacks`, as a
 person may do. Every process then writes `stacks/rank_N.txt`, and one says where all of them are.
+With the file `save_now`, all processes save after the same step, and go on.
 """
 
 import contextlib
@@ -17,7 +18,9 @@ from collections import deque
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from utils.run import process
 from utils.run.output import notice
@@ -33,26 +36,31 @@ WAITS = {"distributed_c10d.py": "waits in {name},", "graph.py": "is in the backw
 class Watchdog:
     """Watches the progress of all processes; one per process, made after the guard.
 
-    It also compares how long they wait for their batches, and before each save whether DDP has kept
-    their weights the same: a notice says if not.
+    It also compares how long they take for their batches and passes, and before each save whether
+    DDP has kept their weights the same: a notice says if not.
 
     Attributes:
-        request (Path): the file by which a process or a person asks.
+        request (Path): the file by which a process or a person asks for stacks.
+        save_request (Path): that by which a person asks for a save.
     """
 
-    def __init__(self, run, guard, accelerator, timeout):
+    def __init__(self, run, guard, accelerator, model, timeout):
         """Starts to watch.
 
         Args:
             run (RunFolder): after `start`.
             guard (Guard): all processes vote through it.
+            model: as `prepare` returned it.
             timeout (float): `--timeout`; half of it without progress counts as hanging.
         """
         self._run, self._guard = run, guard
         self._rank, self._ranks = accelerator.process_index, accelerator.num_processes
         self._seconds, self.request = timeout / 2, run.path / "dump_stacks"
-        self._answered = self._reported = None
-        self._waited, self._waits, self._since = 0.0, [0] * self._ranks, time.monotonic()
+        self.save_request = run.path / "save_now"
+        self._answered = self._reported = self._save_seen = None
+        self._save_asked, self._awaited = False, None  # the step of a save that a person waits for
+        self._passes, self._waited = Passes(model), 0.0
+        self._times, self._since = [0] * self._ranks, time.monotonic()
         self._slowest = deque(maxlen=STEPS)
         guard.attach(self)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -60,38 +68,49 @@ class Watchdog:
     # ------------------------------------------------------------------ with the votes of the guard
 
     def votes(self):
-        """For the guard: microseconds that each process waited for the batches of this step."""
+        """For the guard: whether a person asks for a save, and the own time of each process.
+
+        It is in microseconds, for the batches of this step and the passes of the one before.
+        """
+        asked, self._save_asked = self._save_asked, False
         waited, times = self._run.meter.waited_seconds, [0] * self._ranks
-        times[self._rank] = round(1e6 * (waited - self._waited))
+        times[self._rank] = round(1e6 * (waited - self._waited + self._passes.seconds()))
         self._waited, self._run.hang = waited, ""
-        return times
+        return [int(asked), *times]
 
     def hear(self, votes):
         """For the guard: the votes of all processes."""
-        if any(votes):
-            self._waits = [a + b for a, b in zip(self._waits, votes, strict=True)]
-            self._slowest.append(votes.index(max(votes)))
+        asked, *times = votes
+        if asked:
+            self._run.save_asked = True
+        if any(times):
+            self._times = [a + b for a, b in zip(self._times, times, strict=True)]
+            self._slowest.append(times.index(max(times)))
 
     def figures(self):
         """For the log line of the training: which process all others wait for, since the last line.
 
         Returns:
-            dict: `slowest_behind`, the part of the time by which one process waited longer for its
-            batches than the median one; `slow_rank`, only if that is more than `BEHIND`, and it
-            waited longest in each of the last `STEPS`. Empty for a process alone.
+            dict: `slowest_behind`, the part of the time by which one process took longer than the
+            median one; `slow_rank`, only if that is more than `BEHIND`, and it took longest in each
+            of the last `STEPS`. Empty for a process alone.
         """
         if self._ranks == 1:
             return {}
-        longest, passed = max(self._waits), time.monotonic() - self._since
-        rank, behind = self._waits.index(longest), longest - statistics.median_low(self._waits)
+        longest, passed = max(self._times), time.monotonic() - self._since
+        rank, behind = self._times.index(longest), longest - statistics.median_low(self._times)
         figures = {"slowest_behind": behind / 1e6 / passed}
         if figures["slowest_behind"] > BEHIND and self._slowest.count(rank) == STEPS:
             figures["slow_rank"] = rank
-        self._waits, self._since = [0] * self._ranks, time.monotonic()
+        self._times, self._since = [0] * self._ranks, time.monotonic()
         return figures
 
     def check(self, model):
         """For the guard: prints a notice if the processes of DDP have different weights."""
+        with contextlib.suppress(OSError):
+            if self._rank == 0:
+                self.save_request.unlink()
+                self._awaited = self._guard.step
         if self._ranks == 1 or not isinstance(model, DistributedDataParallel):
             return
         total = checksum(model)
@@ -132,6 +151,15 @@ class Watchdog:
             if request != self._answered:
                 self._answered = request
                 self._answer(request)
+        if self._rank != 0:
+            return
+        with contextlib.suppress(OSError):
+            request = self.save_request.stat().st_mtime_ns
+            if request != self._save_seen:
+                self._save_seen, self._save_asked = request, True
+        if self._awaited is not None and self._run.saves.newest_step >= self._awaited:
+            self._run.print(f"asked by the file save_now: checkpoint of step {self._awaited}")
+            self._awaited = None
 
     def _answer(self, request):
         is_link = self.request.is_symlink()  # made by `ask`
@@ -231,3 +259,56 @@ def _named(ranks):
     """`rank 2`, or `ranks 0, 1, 3`."""
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"
+
+
+class Passes:
+    """Measures the time that this process takes for its forward and backward passes.
+
+    DDP makes every process wait for the slowest one at the end of the backward pass, so that all
+    steps take the same time. What a process does before that is its own time. In a sharded model
+    each layer waits: there, nothing is measured.
+
+    On a GPU these times are those of its kernels, between CUDA events, which nothing waits for.
+    """
+
+    def __init__(self, model):
+        """Args: model: as `prepare` returned it."""
+        self._spans, self._earlier = [], []
+        if isinstance(model, DistributedDataParallel):
+            on_gpu = next(model.parameters()).device.type == "cuda"
+            self._now = _event if on_gpu else time.perf_counter
+            model.register_forward_pre_hook(self._begin)
+            model.register_forward_hook(self._follow)
+
+    def seconds(self):
+        """The time (float) in the step before this one, whose events have happened.
+
+        Call it after each optimizer step.
+        """
+        earlier, self._earlier, self._spans = self._earlier, self._spans, []
+        return sum(_seconds(*span) for span in earlier)
+
+    def _begin(self, *_):
+        self._start = self._now()
+
+    def _follow(self, module, _, output):
+        tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+        tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
+        if tensor is not None:
+            start = self._start
+
+            def end():
+                self._spans.append((start, self._now()))
+
+            # What is queued when the backward pass begins runs at its end, before DDP's wait.
+            tensor.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
+
+
+def _event():
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start, end):
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000

@@ -5,6 +5,7 @@ That only what was written is accepted is in tests/properties/test_manifest_prop
 
 import errno
 import hashlib
+import json
 import os
 import pickle
 import random
@@ -122,6 +123,8 @@ def test_a_checkpoint_has_its_name_only_when_all_files_are_synced(tmp_path, monk
     file = tmp_path / "checkpoints" / "step_00000003" / "manifest.json"
     assert manifest.verify(ALONE, file.parent)["files"].keys() == set(names)
     assert file.with_name("optimizer.bin").stat().st_mode == file.stat().st_mode
+    # People can read it.
+    assert file.read_text() == json.dumps(json.loads(file.read_text()), indent=2)
 
 
 def test_the_folders_of_all_machines_are_compared_until_they_are_the_same(

@@ -159,25 +159,6 @@ def test_lora_saves_the_adapter_only_and_refuses_another_base(lm, chats, tmp_pat
     assert done.returncode == 2 and ", base " in done.stderr, done.stderr
 
 
-DATA = f"--dataset {{chats}} {MODEL}"
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "says"),
-    [
-        (LM, f"{DATA} --chat_template nowhere.jinja", "nowhere.jinja"),
-        (EVALUATE, "{run}/checkpoints/step_00000012", "give the folder of a finished run"),
-    ],
-)
-def test_bad_input_is_one_line(script, words, says, lm, chats, tmp_path):
-    """That is found early or late; test_train_lm_functions.py has more."""
-    words = words.format(run=lm.folder, chats=chats)
-    done = run(None, script, words, output_dir=tmp_path / "run", check=False)
-    errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
-    assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
-    assert not (tmp_path / "run" / "args.json").exists()
-
-
 # ------------------------------------------------------------------------------------- slow tests
 
 

@@ -161,14 +161,3 @@ def test_only_files_with_just_the_parameters_are_read_in_slices(tmp_path, monkey
     assert places_of(tmp_path, model) is None
     places["model.norm.weight"].unlink()
     assert places_of(tmp_path) is None
-
-
-def test_models_that_transformers_converts_are_left_to_it(tmp_path):
-    for name, kept in (("llama", True), ("qwen3", True), ("mixtral", False)):
-        made = save(tmp_path / name, name)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert [causal_lm.keeps_names(model) for model in (made, loaded)] == [kept] * 2
-        assert (places_of(tmp_path / name) is not None) == kept
-    quantized = make_model("llama")
-    quantized.config.quantization_config = {}
-    assert places_of(tmp_path / "llama", quantized) is None

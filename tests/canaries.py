@@ -64,7 +64,7 @@ padding is scored (scripts/train_minimal.py)
 = test_every_script.py -k 'held_out_sample and train_minimal'
 
 a stream of documents forgets its position (scripts/train_lm.py)
-- position = run.progress.get("position")
+- position = progress.get("position")
 + position = None
 = test_streams.py
 

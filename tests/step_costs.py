@@ -215,13 +215,13 @@ def cifar_step(script, args, model):
 
 
 def images_step(script, args, model):
-    """Without Mixup and CutMix, which need random numbers."""
+    """A step of train_images.py."""
     size, (mean, std) = args.image_size or 224, torch.ones(2, 3, device=CUDA)
     images = on_host(args.batch_size, 3, size, size).to(torch.uint8)
     batch = {"images": images, "labels": on_host(args.batch_size)}
 
     def compute_loss():
-        return script.compute_loss(model, to_device(**batch), mean, std, None, 1, args)
+        return script.compute_loss(model, to_device(**batch), mean, std, args)
 
     return script.build_optimizer(model, args), compute_loss
 

@@ -102,26 +102,6 @@ def test_every_module_is_used_and_on_the_map_of_the_rooms():
             assert dotted(path) in used and f"`{path.stem}`" in page, path.name
 
 
-def test_every_dependency_is_required():
-    """`requirements.txt` names each package that is imported; some are for train_lm.py only."""
-    files = [path for room in (*ROOMS, *PROGRAMS) for path in modules(room)]
-    scripts = {path.stem for room in PROGRAMS for path in modules(room)}
-    packages = {"PIL": "pillow", "yaml": "pyyaml"}
-    required, for_lm = (
-        set(re.findall(r"^[\w-]+", (ROOT / file).read_text(), re.MULTILINE))
-        for file in ("requirements.txt", "scripts/requirements_lm.txt")
-    )
-    importing = set()
-    for path in files:
-        names = {name.split(".")[0] for name in imports(path) if name}
-        names -= scripts | {"utils"} | set(sys.stdlib_module_names)
-        needed = {packages.get(name, name) for name in names}
-        assert needed <= required | for_lm, path.name
-        importing |= {path.stem for _ in needed & for_lm}
-    users = {path.stem for path in files if imports(path) & {f"utils.{name}" for name in importing}}
-    assert users <= {"train_lm"} | importing
-
-
 # ------------------------------------------------------------------------------------ the tests
 
 # They may reach into the product: they replace parts of it, or stand for Accelerate.

@@ -20,6 +20,7 @@ from scripts.tools.chaos import CLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 
+WRAPPED = str(ROOT / "tests" / "harness" / "wrapped.py")
 CIFAR, GPT = "scripts/train_cifar.py", "scripts/train_gpt.py"
 COLD = "PYTEST_COLD"  # the environment variable that tells pytest's own processes of --cold
 LIMIT = 450  # seconds for one launch, so that a hang fails one test and does not block the suite
@@ -45,11 +46,15 @@ def some_slow(names, *slow):
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
 
 
-def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=()):
+def command(
+    config, script, arguments, *, output_dir=None, root=ROOT, launcher=(), host=(), faults=""
+):
     """The command line for `script` (a path below `root`); without `config`, it starts Python and
     `launcher` (if any) directly.
 
-    `host`: the words that start a command on another machine.
+    Args:
+        host (tuple[str]): the words that start a command on another machine.
+        faults (str): names of faults that `wrapped.py` injects, as "die_in_step@6".
     """
     start = [*host, sys.executable, *(() if config else launcher)]
     if config:
@@ -60,7 +65,8 @@ def command(config, script, arguments, *, output_dir=None, root=ROOT, launcher=(
     arguments = arguments.split() if isinstance(arguments, str) else list(arguments)
     if output_dir:
         arguments += ["--output_dir", str(output_dir)]
-    return [*start, str(root / script), *arguments]
+    wrapped = [word for fault in faults.split() for word in (WRAPPED, fault)]
+    return [*start, *wrapped, str(root / script), *arguments]
 
 
 def run(config, script, arguments="", *, check=True, cold=None, **kwargs):

@@ -29,8 +29,8 @@ def test_without_problems(tmp_path):
 
 @pytest.mark.parametrize("fault", some_slow(PROBLEMS, "absent@1:1"))
 def test_reports_the_problem(fault, tmp_path):
-    config, words = "2gpu" if "gpu" in fault else "2cpu", [fault, CHECK, "--timeout", "3"]
-    done = run(config, "tests/harness/wrapped.py", words, output_dir=tmp_path, check=False)
+    config, options = "2gpu" if "gpu" in fault else "2cpu", dict(faults=fault, check=False)
+    done = run(config, CHECK, "--timeout 3", output_dir=tmp_path, **options)
     (error,) = re.findall(r"^error:.*", done.stdout + done.stderr, re.M)
     assert done.returncode != 0 and PROBLEMS[fault] in error, done.stderr
     assert 'check_topology.py", line' not in done.stderr

@@ -123,5 +123,7 @@ def test_a_change_of_the_script_is_said(tmp_path):
 def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
     run(None, "scripts/train_minimal.py", "--max_train_steps 2", output_dir=tmp_path)
     done = run(None, "scripts/evaluate.py", [str(tmp_path)], check=False)
-    says = "is not a model of train_cifar.py or train_images.py, but 'minimal'"
+    says = (
+        "is not a model of train_cifar.py, train_images.py, train_gpt.py or train_lm.py, but 'mini"
+    )
     assert done.returncode == 2 and says in done.stderr

@@ -45,11 +45,6 @@ SCRIPTS = {
         write_images,
         change_an_image,
     ),
-    "train_model_parallel.py": (
-        "--width 8 --batch_size 4 --track none --checkpoint_every 1",
-        lambda folder: write_images(folder / "train").parent,
-        lambda folder: change_an_image(folder / "train"),
-    ),
     "train_gpt.py": (f"{SMALL_GPT} --track none --checkpoint_every 1", write_lines, change_a_line),
     "train_lm.py": (
         "--streaming --block_size 32 --batch_size 4 --track none --checkpoint_every 1",
@@ -63,8 +58,6 @@ SCRIPTS = {
 def test_a_run_continues_with_the_same_data_only(name, tmp_path):
     arguments, make, change = SCRIPTS[name]
     folder = make(tmp_path / "data")
-    if name == "train_model_parallel.py":
-        shutil.copytree(folder / "train", folder / "test")
     script = f"scripts/{name.split()[0]}"
 
     def attempt(check=True):

@@ -10,7 +10,6 @@ from signal import SIGKILL
 import pytest
 from harness.launches import CIFAR, ROOT, SMALL, Started, metrics, results, run, status
 
-WRAPPED = "tests/harness/wrapped.py"
 RUN = f"{SMALL} --max_train_steps 24 --eval_every 24 --checkpoint_every 5"
 # The rendezvous store of the launchers, as the page starts it. It outlives the loss of any machine.
 RENDEZVOUS_STORE = re.search(
@@ -20,19 +19,18 @@ RENDEZVOUS_STORE = re.search(
 
 @pytest.fixture
 def start(machines, tmp_path):
-    """`start(machine, *fault)`: an elastic launcher with two processes on a machine."""
+    """`start(machine, fault)`: an elastic launcher with two processes on a machine."""
     (tmp_path / "records").mkdir()
     store = Started(None, "", [], launcher=("-c", RENDEZVOUS_STORE), host=machines[0].enter)
 
-    def launch(machine, *fault):
+    def launch(machine, fault=""):
         conf = "is_host=0,join_timeout=200,last_call_timeout=1,keep_alive_interval=1"
         torchrun = "-m torch.distributed.run --nnodes 1:2 --nproc_per_node 2 --max_restarts 5"
         torchrun += f" --rdzv_id {tmp_path.name} --rdzv_endpoint {machines[0].address}:29400"
         torchrun += f" --rdzv_backend c10d --rdzv_conf {conf} --local_addr {machine.address}"
-        faults = [word for name in fault for word in (str(ROOT / WRAPPED), name)]
-        words = [f"record_steps@3+12:{tmp_path}/records", *faults, CIFAR, *RUN.split()]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_MIXED_PRECISION": "no"}
-        return machine.started(WRAPPED, words, tmp_path / "run", launcher=torchrun, env=env)
+        options = dict(faults=f"record_steps@3+12:{tmp_path}/records {fault}", env=env)
+        return machine.started(CIFAR, RUN, tmp_path / "run", launcher=torchrun, **options)
 
     yield launch
     store.kill_all()
@@ -71,7 +69,7 @@ def test_a_machine_is_lost_in_a_step_comes_back_and_is_lost_while_saving(machine
     assert code == 0, printed[-5000:]
     one, records, folder = tmp_path / "one", tmp_path / "one_records", tmp_path / "run"
     records.mkdir()
-    run("cpu", WRAPPED, f"record_steps@0:{records} {CIFAR} {RUN}", output_dir=one)
+    run("cpu", CIFAR, RUN, output_dir=one, faults=f"record_steps@0:{records}")
     ((_, expected),) = attempts(records)
     assert expected.keys() == set(range(1, 25))
     found = attempts(tmp_path / "records")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from harness.launches import metrics, results, run, status
 
-WRAPPED = "tests/harness/wrapped.py"
 STEPS, EPOCH = 11, 4  # steps of a run and of an epoch
 COMMON = f"--max_train_steps {STEPS} --log_every 2 --checkpoint_every 3 --eval_every 4 --seed 5"
 PIXELS = "--dataset {data}/pixels.npz --batch_size 8 --max_grad_norm 0.5 --track none"
@@ -49,7 +48,7 @@ SCRIPTS = {
     "train_cifar": Script(f"{PIXELS} --model net --lr 0.1", killed=2, **OF_PIXELS),
     "train_images": Script(
         f"{PIXELS} --model squeezenet1_1 --image_size 32 --num_workers 0 --lr 0.01 "
-        "--preset torchvision",
+        "--auto_augment trivial",
         dropout="",
         **OF_PIXELS,
     ),
@@ -174,14 +173,9 @@ class Table:
             last = processes - 1
             for fault, step in ((f"sigterm_in_step@{{}}:{last}", 3), ("die_in_step@{}:0", 8)):
                 calls = step if step == 3 else step - first
-                words = [fault.format(calls * per_step), f"scripts/{name}.py"]
-                done = run(
-                    "2cpu" if processes > 1 else None,
-                    WRAPPED,
-                    [*words, *whole.arguments.split()],
-                    output_dir=folder / "run",
-                    check=False,
-                )
+                options = dict(output_dir=folder / "run", faults=fault.format(calls * per_step))
+                config = "2cpu" if processes > 1 else None
+                done = run(config, f"scripts/{name}.py", whole.arguments, check=False, **options)
                 saved = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
                 ended.append((done, status(folder / "run"), saved))
             return ended, self.start(name, folder / "run", processes, 2, dropout=True)
@@ -204,11 +198,10 @@ def recorded(name, arguments, folder, processes=1, accumulation=1, dropout=False
     """
     records = folder.with_name(f"{folder.name}_records")
     records.mkdir()
-    words = [f"record@{int(not dropout)}:{records}", f"scripts/{name}.py", *arguments.split()]
-    config, launcher = None, ()
+    options = dict(output_dir=folder, faults=f"record@{int(not dropout)}:{records}")
     if processes > 1:
-        config, launcher = "2cpu", ("--num_processes", str(processes))
-    run(config, WRAPPED, words, output_dir=folder, launcher=launcher)
+        options["launcher"] = ("--num_processes", str(processes))
+    run("2cpu" if processes > 1 else None, f"scripts/{name}.py", arguments, **options)
     files = [(records / f"{rank}.jsonl").open() for rank in range(processes)]
     steps, losses = [], []
     for lines in zip(*files, strict=True):

@@ -29,13 +29,11 @@ from harness.launches import (
     status,
 )
 
-WRAPPED = "tests/harness/wrapped.py"
-
 
 def faulty(fault, arguments, output_dir, config="2cpu", script=CIFAR, **kwargs):
     """Runs a script with a fault; the run must fail."""
-    words = [fault, script, *arguments.split()]
-    done = run(config, WRAPPED, words, output_dir=output_dir, check=False, **kwargs)
+    options = dict(output_dir=output_dir, faults=fault, check=False, **kwargs)
+    done = run(config, script, arguments, **options)
     assert done.returncode != 0, done.stdout
     return done
 
@@ -215,11 +213,10 @@ def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
 
 
 def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
-    arguments = SMALL.replace("--eval_every 7", "--eval_every 14")
+    arguments = SMALL.replace("--eval_every 7", "--eval_every 14") + " --track none"
     with small_disk(tmp_path, "2200k") as disk:
         # The disk is full during the third checkpoint, and has room again before the fourth.
-        words = [f"fill_disk@3:{disk}", CIFAR, *arguments.split()]
-        done = run("cpu", WRAPPED, words, output_dir=disk / "run")
+        done = run("cpu", CIFAR, arguments, output_dir=disk / "run", faults=f"fill_disk@3:{disk}")
         assert done.stderr.count("warning: checkpoint of step 9 not written") == 1, done.stderr
         written = {line["step"]: line["written"] for line in metrics(disk / "run", "checkpoint")}
         assert written == {3: True, 6: True, 9: False, 12: True, 14: True}

@@ -13,8 +13,8 @@ IMAGES = (
 
 def scaled(folder, overflows, dies="", check=True):
     """Runs the script with a gradient scaler."""
-    words = [f"fp16@{overflows}:{dies}", "scripts/train_images.py", *IMAGES.split()]
-    return run("cpu", "tests/harness/wrapped.py", words, output_dir=folder, check=check)
+    options = dict(output_dir=folder, faults=f"fp16@{overflows}:{dies}", check=check)
+    return run("cpu", "scripts/train_images.py", IMAGES, **options)
 
 
 def state(folder, step, name):

@@ -14,7 +14,7 @@ SCRIPTS = {
     "train_minimal": STEPS,
     "train_cifar": f"--dataset synthetic --batch_size 20 --max_grad_norm 1 {STEPS}",
     "train_images": "--dataset synthetic --model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 "
-    f"--lr 1e-3 --preset torchvision --num_workers 0 {STEPS}",
+    f"--lr 1e-3 --num_workers 0 {STEPS}",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
     f"--batch_size 8 --sample_length 2 --max_grad_norm 1 {STEPS}",
     "train_lm": f"--dataset synthetic --batch_size 8 --block_size 64 --max_grad_norm 1 {STEPS}",
@@ -51,8 +51,8 @@ def test_two_processes_send_only_what_nccl_takes_and_no_step_waits(script, tmp_p
     """From tensors on the CPU it could not: averages, statistics, ids, losses, all of a step."""
     if script == "train_lm":
         pytest.importorskip("peft")
-    words = [f"gpu_rules@0:{tmp_path}/seen.json", f"scripts/{script}.py", *SCRIPTS[script].split()]
-    run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path / "run")
+    options = dict(output_dir=tmp_path / "run", faults=f"gpu_rules@0:{tmp_path}/seen.json")
+    run("2cpu", f"scripts/{script}.py", SCRIPTS[script], **options)
     collectives, operations, strict, waits = json.loads((tmp_path / "seen.json").read_text())
     # So the rules were in force: gradients, log lines, evaluations.
     assert collectives >= 5

@@ -35,8 +35,7 @@ def test_a_person_asks_where_the_processes_are_and_for_a_checkpoint(tmp_path):
 def test_a_slow_process_is_named_in_the_log_line(tmp_path):
     """The loader of rank 1 is late, and rank 0 waits for it in each backward pass."""
     arguments = f"{TINY_GPT} --num_workers 0 --max_train_steps 8 --log_every 8 --eval_every 100"
-    words = ["slow_loader@0:1", GPT, *arguments.split()]
-    done = run("2cpu", "tests/harness/wrapped.py", words, output_dir=tmp_path)
+    done = run("2cpu", GPT, arguments, output_dir=tmp_path, faults="slow_loader@0:1")
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (line,) = (json.loads(line) for line in lines if '"split": "train"' in line)
     assert line["slow_rank"] == 1 and line["slowest_behind"] > 0.5
@@ -46,9 +45,8 @@ def test_a_slow_process_is_named_in_the_log_line(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named_before_the_time_out(tmp_path):
     """One of three; they wait at most 10 seconds."""
-    words = ["hang@5:1", CIFAR, *SMALL.split(), "--timeout", "10"]
     options = dict(launcher=("--num_processes", "3"), output_dir=tmp_path / "run", check=False)
-    errors = run("2cpu", "tests/harness/wrapped.py", words, **options).stderr
+    errors = run("2cpu", CIFAR, f"{SMALL} --timeout 10", faults="hang@5:1", **options).stderr
     line = next(line for line in errors.splitlines() if line.startswith("no progress for"))
     assert "ranks 0, 2 " in line and "rank 1 is in" in line and "after step 4" in line, line
     assert f"all stacks: {tmp_path}/run/stacks" in errors
@@ -70,6 +68,6 @@ def test_what_one_process_does_alone_may_take_longer_than_the_time_out(fault, co
         pytest.importorskip("peft")
         script, size = "scripts/train_lm.py", "--batch_size 4"
     two = ("--num_processes", "2", "--mixed_precision", "no")
-    words = [f"{fault}@1:0", script, *words.split(), *size.split()]
-    run(config, "tests/harness/wrapped.py", words, output_dir=tmp_path, launcher=two)
+    options = dict(launcher=two, output_dir=tmp_path, faults=f"{fault}@1:0")
+    run(config, script, f"{words} {size}", **options)
     assert status(tmp_path)["state"] == "finished"

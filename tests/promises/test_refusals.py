@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from harness.launches import CIFAR, GPT, run
+from harness.launches import CIFAR, run
 
 MINIMAL, IMAGES = "scripts/train_minimal.py", "scripts/train_images.py"
 PARALLEL = "scripts/train_model_parallel.py"
@@ -14,22 +14,12 @@ NET = f"{SYNTHETIC} --model net"
 REFUSED = [
     (MINIMAL, "--batch_size 1048576", "--batch_size 1048576 is more than the 2880 training"),
     (MINIMAL, "--batch_size \x1b[31m", "argument --batch_size: "),  # its letters are not colors
-    (GPT, f"{SYNTHETIC} --batch_size 1048576", "is more than the"),
     (CIFAR, f"{NET} --batch_size 7 --gradient_accumulation_steps 2", "use 6 or 8"),
     (CIFAR, f"{SYNTHETIC} --batch_size 1", "batch norm needs more than the one sample"),
-    (CIFAR, "--model net --dataset ./nowhere", "no such file or folder"),
     (CIFAR, f"{NET} --patience 2", "--patience needs held-out images"),
     (CIFAR, f"{NET} --track tensorboard,mlflow", "--track mlflow: not known, or not installed"),
-    (CIFAR, f"{NET} --init_from {{folder}}", "holds neither model.safetensors nor a checkpoint"),
     (CIFAR, f"{NET} --init_from /nowhere --resume /nowhere/step_1", "give only one of them"),
-    (IMAGES, f"{SYNTHETIC} --preset torchvision --model vit_b_16", "train_size 176: not a size"),
-    (IMAGES, f"{SYNTHETIC} --preset torchvision --batch_size 3", "cannot be paired"),
-    (
-        IMAGES,
-        f"{SYNTHETIC} --model resnet18 --image_size 32 --batch_size 4 "
-        "--gradient_accumulation_steps 4",
-        "batch norm needs more than the one sample",
-    ),
+    (IMAGES, f"{SYNTHETIC} --preset small --model vit_b_16", "--image_size 64: not a size"),
     (PARALLEL, f"{SYNTHETIC} --width 12", "--width 12 is not a multiple of 8"),
     (
         PARALLEL,
@@ -41,8 +31,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("script", "arguments", "says"), REFUSED)
 def test_what_cannot_be_trained_is_refused(script, arguments, says, tmp_path):
-    words = arguments.format(folder=tmp_path)
-    done = run(None, script, words, output_dir=tmp_path / "run", check=False)
+    done = run(None, script, arguments, output_dir=tmp_path / "run", check=False)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("***")]
     assert done.returncode == 2 and len(errors) == 1 and says in errors[0], done.stderr
     assert "\x1b" not in errors[0] and not (tmp_path / "run" / "args.json").exists()

@@ -32,15 +32,13 @@ from harness.launches import (
 )
 
 MINIMAL = "scripts/train_minimal.py"
-WRAPPED = "tests/harness/wrapped.py"
 SHORT = "--max_train_steps 60 --eval_every 20 --checkpoint_every 40 --log_every 20"
 PREEMPTED = 75
 
 
-def faulty(fault, folder, script=MINIMAL, arguments=SHORT, config=None, **options):
+def faulty(faults, folder, script=MINIMAL, arguments=SHORT):
     """Runs a script with a fault."""
-    words = [fault, script, *arguments.split()]
-    return run(config, WRAPPED, words, output_dir=folder, check=False, **options)
+    return run(None, script, arguments, output_dir=folder, faults=faults, check=False)
 
 
 @pytest.fixture
@@ -141,8 +139,7 @@ def test_time_to_save_without_a_launcher(config, tmp_path):
     The processes must still finish a slow save.
     """
     fault = "slow_save" if config == "cpu" else "slow_check"
-    words = [fault, CIFAR, *ENDLESS.split()]
-    started = Started(config, WRAPPED, words, output_dir=tmp_path)
+    started = Started(config, CIFAR, ENDLESS, output_dir=tmp_path, faults=fault)
     started.wait_for("step      5/")
     workers = [psutil.Process(pid) for pid in started.workers().values()]
     if config == "cpu":
@@ -166,9 +163,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
 
 
 def test_a_worker_that_sends_nothing_does_not_outlive_a_signal(tmp_path):
-    words = ["silent_loader@6", GPT, *GPT_WITH_A_WORKER.split()]
-    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1.5"}
-    started = Started(None, WRAPPED, words, output_dir=tmp_path, env=environment)
+    options = dict(faults="silent_loader@6", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1.5"})
+    started = Started(None, GPT, GPT_WITH_A_WORKER, output_dir=tmp_path, **options)
     started.wait_for("step      3/")  # two more batches are loaded ahead
     workers = psutil.Process(started.process.pid).children(recursive=True)
     os.kill(started.process.pid, signal.SIGTERM)
@@ -237,7 +233,7 @@ def test_output_that_cannot_be_printed_costs_nothing(uninterrupted, tmp_path):
     for descriptor, fault, code in ((full, "nan@99", 0), (nobody, "nan@30", 1)):
         with os.fdopen(descriptor, "w") as lost:
             folder = tmp_path / fault
-            words = command(None, WRAPPED, f"{fault} {MINIMAL} {SHORT}", output_dir=folder)
+            words = command(None, MINIMAL, SHORT, output_dir=folder, faults=fault)
             program = warm.Program(words[1:], dict(os.environ), lost, lost)
             assert program.wait(LIMIT) == code
     assert metrics(tmp_path / "nan@99", "val") == metrics(uninterrupted, "val")
@@ -249,11 +245,9 @@ def test_a_system_may_lack_what_is_usual(uninterrupted, tmp_path):
     """Few files may be open, there is no home, nothing to print to, and a hangup is ignored: also
     where a variable of a launcher is left over.
     """
-    words = shlex.join(
-        command(None, WRAPPED, f"sighup_in_step@30 {MINIMAL} {SHORT}", output_dir=tmp_path)
-    )
+    words = command(None, MINIMAL, SHORT, output_dir=tmp_path, faults="sighup_in_step@30")
     system = "ulimit -n 64; unset HOME; ACCELERATE_MIXED_PRECISION=no exec nohup"
-    line = ["sh", "-c", f"{system} {words} >&- 2>&-"]
+    line = ["sh", "-c", f"{system} {shlex.join(words)} >&- 2>&-"]
     done = subprocess.run(line, capture_output=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path, "val") == metrics(uninterrupted, "val")

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from harness.data import SHARED_DATA, make_photos
+from harness.data import make_photos
 from harness.launches import CIFAR, SMALL, Started, metrics, results, run
 from PIL import Image
 from safetensors.torch import load_file
@@ -52,15 +52,6 @@ def test_two_processes_say_each_thing_once_and_export_what_one_does(reference):
     assert first.keys() == second.keys() and not any("module." in name for name in first)
     for name in first:
         assert torch.allclose(first[name], second[name], atol=1e-4), name
-
-
-def test_the_learning_rate_rises_for_a_fifth_of_the_steps_and_falls_to_0(reference):
-    """A log line has the learning rate of the next step."""
-    for line in metrics(reference("cpu").folder, "train"):
-        progress = line["step"] / 14
-        rising = (line["step"] + 1) / (0.2 * 14 + 1)
-        share = rising if progress < 0.2 else (1 - progress) / 0.8
-        assert line["lr"] == pytest.approx(0.04 * share, abs=1e-12)
 
 
 def test_validation_data_chooses_and_the_test_split_is_shown_once(tmp_path):
@@ -115,25 +106,6 @@ def test_overfits_one_batch(tmp_path):
     )
     run(None, CIFAR, arguments, output_dir=tmp_path / "run")
     assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01
-
-
-@pytest.mark.slow
-def test_learns(tmp_path):
-    """The first command of the README, with another seed."""
-    words = "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1"
-    run("cpu", CIFAR, words, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run")["test_accuracy"] > 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not next to the repository"
-)
-def test_reads_the_real_cifar10(tmp_path):
-    words = "--model net --batch_size 250 --lr 0.05 --max_train_steps 100"
-    arguments = ["--dataset", str(SHARED_DATA / "cifar10"), *words.split()]
-    run("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run")["test_accuracy"] > 0.25
 
 
 def test_an_error_is_printed_once_and_last(tmp_path):

@@ -19,7 +19,7 @@ CLASSES = ["cat", "dog", "yak"]
 RECIPE = (
     "--model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 --gradient_accumulation_steps 2 "
     "--lr 0.02 --max_train_steps 8 --log_every 1 --eval_every 4 --checkpoint_every 3 "
-    "--preset torchvision --track none --eval_samples 10"  # mixes and erases
+    "--optimizer sgd --auto_augment trivial --track none --eval_samples 10"
 )
 TINY = "--model squeezenet1_1 --image_size 32 --batch_size 6"
 
@@ -91,26 +91,22 @@ def test_the_model_card_loads_the_model_without_these_scripts(
     (tmp_path / "card.py").write_text(f"{code}\nprint(probabilities.tolist())")
     monkeypatch.chdir(tmp_path)
     found = json.loads(run(None, "card.py", root=tmp_path).stdout)
-    rows = json.loads((predicted / "out" / "predictions.json").read_text())
-    row = next(row for row in rows if row["file"].endswith("5.jpg"))
-    expected = dict(row["classes"])
+    lines = csv.reader((predicted / "out" / "predictions.csv").open())
+    (row,) = (line for line in lines if line[0].endswith("5.jpg"))
+    expected = {name: float(share) for name, share in zip(row[1::2], row[2::2], strict=True)}
     assert found == pytest.approx([expected[name] for name in CLASSES], abs=0.02)
 
 
 def test_evaluate_classifies_a_folder(predicted):
-    rows = json.loads((predicted / "out" / "predictions.json").read_text())
-    names = [os.path.relpath(row["file"], predicted / "holiday") for row in rows]
-    assert names == ["broken.jpg", *(f"day 1/{i}.jpg" for i in range(8))]
-    assert rows[0]["classes"] == []
-    for row in rows[1:]:
-        assert {name for name, _ in row["classes"]} == set(CLASSES)
-        assert sum(share for _, share in row["classes"]) == pytest.approx(1, abs=1e-4)
-    lines = list(csv.reader((predicted / "out" / "predictions.csv").open()))
+    header, *rows = csv.reader((predicted / "out" / "predictions.csv").open())
     columns = [f"{what}_{i}" for i in (1, 2, 3) for what in ("class", "probability")]
-    assert lines[0] == ["file", *columns]
-    likeliest = [row["classes"][0] for row in rows[1:]]
-    assert [line[1:3] for line in lines[2:]] == [[name, str(share)] for name, share in likeliest]
-    assert min(Image.open(predicted / "out" / "contact_sheet.png").size) > 200
+    assert header == ["file", *columns]
+    names = [os.path.relpath(row[0], predicted / "holiday") for row in rows]
+    assert names == ["broken.jpg", *(f"day 1/{i}.jpg" for i in range(8))]
+    assert set(rows[0][1:]) == {""}
+    for row in rows[1:]:
+        assert set(row[1::2]) == set(CLASSES)
+        assert sum(map(float, row[2::2])) == pytest.approx(1, abs=1e-4)
 
 
 def test_evaluate_finds_the_same_accuracy_on_two_processes(reference_run, tmp_path):
@@ -126,26 +122,6 @@ def test_evaluate_finds_the_same_accuracy_on_two_processes(reference_run, tmp_pa
     assert all(Path(row["file"]).parent.name == row["true_class"] for row in scored)
     right = sum(row["true_class"] == row["class_1"] for row in scored)
     assert right / len(scored) == pytest.approx(done["val_accuracy"])
-
-
-@pytest.mark.slow
-def test_a_run_continues_where_its_first_weights_are_moved_or_gone(
-    reference_run, photo_folder, tmp_path
-):
-    tiny = f"--dataset {photo_folder} {RECIPE} --eval_every 9 --num_workers 0"
-
-    def train(place, steps):
-        words = f"{tiny} --weights {place / 'source'} --max_train_steps {steps}"
-        run(None, IMAGES, words, output_dir=place / "run")
-
-    (tmp_path / "old" / "source").mkdir(parents=True)
-    shutil.copy(reference_run.folder / "model.safetensors", tmp_path / "old" / "source")
-    train(tmp_path / "old", 1)
-    (tmp_path / "old").rename(tmp_path / "new")
-    train(tmp_path / "new", 2)
-    shutil.rmtree(tmp_path / "new" / "source")
-    train(tmp_path / "new", 3)
-    assert results(tmp_path / "new" / "run")["resumed_from"] == 2
 
 
 def test_a_skipped_step_in_fp16_does_not_move_the_schedule(photo_folder, tmp_path):

@@ -215,7 +215,7 @@ def test_a_weighted_loss_is_that_of_any_micro_batches(labels, place, smoothing, 
 
     def loss(part):
         batch = {"images": images[part], "labels": torch.from_numpy(labels)[part]}
-        return script.compute_loss(Pixels(), batch, *COLORS, None, 1, args, weights).item()
+        return script.compute_loss(Pixels(), batch, *COLORS, args, weights).item()
 
     logits = 8 * (images.flatten(1).numpy() / 255)
     targets = np.eye(3)[labels] * (1 - smoothing) + smoothing / 3

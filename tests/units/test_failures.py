@@ -112,14 +112,6 @@ def test_a_known_error_is_one_line_and_may_pass_or_not(error, line, passes):
     assert failures.may_pass(error) is passes
 
 
-def test_a_script_on_its_own_has_no_other_process(monkeypatch):
-    monkeypatch.delenv("RANK")
-    for error in (LostContact("timed out"), RuntimeError(f"{GLOO}{CLOSED}")):
-        assert failures.describe(error) is None and not failures.is_lost_contact(error)
-    assert failures.may_pass(LostContact("timed out")) is False
-    assert failures.describe(OSError(errno.ENOSPC, "a")).startswith("rank 0: the disk is full")
-
-
 def test_a_cause_counts_and_an_error_that_was_handled_does_not():
     first, second, third = OSError(errno.ENOSPC, "full"), KeyError("2"), ValueError("3")
     second.__context__, third.__context__, third.__cause__ = first, EOFError("no"), second

@@ -1,6 +1,5 @@
 """What `utils.run.files` reads and writes."""
 
-import errno
 import os
 
 import pytest
@@ -55,16 +54,3 @@ def test_a_file_is_replaced_only_when_the_new_one_is_on_disk(tmp_path, monkeypat
 def test_text_is_utf8_and_keeps_the_bytes_of_names(tmp_path):
     files.write_text(tmp_path / "a", "é \udce9")
     assert (tmp_path / "a").read_bytes() == b"\xc3\xa9 \xe9"
-
-
-def test_what_is_synced_is_closed(tmp_path, monkeypatch):
-    def fail(descriptor):
-        closed.append(descriptor)
-        raise OSError(errno.EIO, "Input/output error")
-
-    closed = []
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        files.sync(tmp_path)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(closed[0])

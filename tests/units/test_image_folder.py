@@ -19,6 +19,14 @@ from utils.run.failures import UserError
     [
         ("Training/a/ Training/b/ dev/a/ dev/b/", "a b", {"train": 6, "val": 6}, []),
         ("cat/images/ dog/images/", "cat dog", {"train": 4, "val": 2}, []),
+        # Only names that are exactly those of splits are.
+        (
+            "train/test/ train/dog_train/ val/test/ val/dog_train/",
+            "dog_train test",
+            {"train": 6, "val": 6},
+            [],
+        ),
+        ("train_station/ cat/", "cat train_station", {"train": 4, "val": 2}, []),
         (
             "train/cat/ train/dog/ val/cat/ val/dog/ test/ train/cover.png logo.png v.png",
             "cat dog",
@@ -41,7 +49,7 @@ def test_folders_are_splits_or_classes(paths, classes, splits, lines, tmp_path):
     root = write_images(tmp_path, *paths.split(" "))
     for load in (find_images, load_arrays):
         data = load(root, val_fraction=0.3)
-        assert data.class_names == classes.split() and sizes(data) == splits
+        assert " ".join(data.class_names) == classes and sizes(data) == splits
         assert left_out(data) == lines
 
 

@@ -174,3 +174,13 @@ def test_a_known_gpu_has_an_mfu(script, tied, frozen, monkeypatch):
     assert script.rates_per_block(here, model, args)["mfu"] == pytest.approx(32 * flops / 1e9)
     config.num_experts_per_tok = 2
     assert "mfu" not in script.rates_per_block(here, model, args)
+
+
+def test_patience_needs_a_validation_split(script, monkeypatch):
+    data = SimpleNamespace(held_out="test")
+    monkeypatch.setattr(script, "local_main_first", lambda *_: data)
+    monkeypatch.setattr(script, "agree", lambda *_: "")
+    names = ("subset", "loss_on", "block_size", "val_fraction", "seed")
+    args = dict.fromkeys(names) | {"dataset": "a", "streaming": False, "patience": 1}
+    with pytest.raises(UserError, match="--patience needs a validation split"):
+        script.load_data(None, None, True, SimpleNamespace(**args))

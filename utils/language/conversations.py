@@ -15,6 +15,7 @@ model is given when it is used. Strings such as <|im_end|> in a text or message 
 the template writes special tokens.
 """
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -465,10 +466,9 @@ def _as_object(call):
 
 def check_tools(tools, where):
     """The tools of a row: a list, or JSON of one. Raises UserError if they are something else."""
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
-    except ValueError:
-        raise UserError(f"the tools of {where} are not JSON") from None
-    if not isinstance(tools, list | None):
-        raise UserError(f"the tools of {where} are not a list")
+    if isinstance(tools, str) and tools:
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools)
+    if tools and not isinstance(tools, list):
+        raise UserError(f"the tools of {where} are no list, or JSON of one")
     return tools or None

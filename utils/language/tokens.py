@@ -93,8 +93,6 @@ def load_tokens(name, settings):
         if splits[split].target_tokens == 0:
             raise UserError(f"--dataset {name} has no token to predict in its {split} split")
         details += _describe(tables, split, splits[split], kind, counts)
-    if kind == "text" and settings.tokenizer.eos_token_id is None:
-        details.append("the tokenizer has no end token: documents end without one")
     return Corpus(splits, kind, _summarize(tables, splits, kind), details)
 
 

@@ -50,7 +50,7 @@ def test_each_record_is_sent_once_across_a_restart(trackers, tmp_path):
     # Started by `exec`, because Accelerate looks for packages when it is imported.
     words = f"{SMALL} --track {trackers}"
     options = dict(output_dir=folder, env=environment, cold=fake)
-    run("cpu", CIFAR, words, fault="die_in_step@6", check=False, **options)
+    run("cpu", CIFAR, words, faults="die_in_step@6", check=False, **options)
     run("cpu", CIFAR, words, **options)
     assert results(folder)["resumed_from"] == 3
     logged = folder / "tensorboard" / "train_cifar"

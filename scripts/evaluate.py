@@ -8,8 +8,8 @@
     python scripts/evaluate.py runs/train_gpt --dataset another.txt
     python scripts/evaluate.py runs/train_lm
 
-Reads a run's folder, one of its checkpoints or a `model.safetensors`, written by any launch; of
-train_lm.py, the folder of a finished run. Writes `results.json`.
+Reads a run's folder, one of its checkpoints or a `model.safetensors`; of train_lm.py and of a
+sharded model, the folder of a finished run. Writes `results.json`.
 
 Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 `confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-from utils import checkpoint_weights, flags, weight_files
+from utils import flags, weight_files
 from utils.data.evaluation import Progress
 from utils.data.loaders import loader_options
 from utils.data.scan import LeftOut, scan
@@ -84,7 +84,7 @@ def main():
 
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
-    saved = run_on_main(accelerator, lambda: checkpoint_weights.read(args.run))
+    saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
     known = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
@@ -141,10 +141,21 @@ def evaluate_cifar(accelerator, args, saved):
     load_state(model, saved, f"{name} with {len(data.class_names)} classes")
     colors = [torch.tensor(config[key]) for key in ("mean", "std") if key in config]
     colors = colors or data.splits["train"].mean_and_std()
-    views = train_cifar.predict_views if args.tta else None
+    views = predict_views if args.tta else None
     outputs = predict(accelerator, model, split, colors, views=views)
     if accelerator.is_main_process:
         write_evaluation(args, saved, split, outputs, data.class_names, shown)
+
+
+def predict_views(model, images):
+    """The weighted sum of the outputs for an image, its mirror image, and shifted ones."""
+    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+    views = ((0.25, images), (0.125, padded[:, :, :-2, :-2]), (0.125, padded[:, :, 2:, 2:]))
+    outputs = 0
+    for weight, view in views:
+        for image in (view, view.flip(-1)):
+            outputs = outputs + weight * model(image).float()
+    return outputs
 
 
 # --------------------------------------------------------------------------------- train_images.py

@@ -1,7 +1,7 @@
 """A byte-level GPT: the language template.
 
-Shows a transformer small enough to read, two update rules in one optimizer, text in memory or
-streamed, and a model sharded over GPUs (FSDP2), all with the loop of train_cifar.py. Tokens are
+Shows a transformer small enough to read, two update rules in one optimizer, text mapped into
+memory, and a model sharded over GPUs (FSDP2), all with the loop of train_cifar.py. Tokens are
 bytes, so there is no tokenizer, and losses are comparable across models.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train_gpt.py \\
@@ -9,8 +9,8 @@ bytes, so there is no tokenizer, and losses are comparable across models.
         --max_train_steps 2000
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/train_gpt.py --dropout 0.2
     accelerate launch --config_file accelerate_configs/4gpu_fsdp.yaml scripts/train_gpt.py \\
-        --dataset HuggingFaceFW/fineweb-edu --streaming --max_train_steps 5000 --n_layer 24 \\
-        --n_head 16 --n_embd 2048 --block_size 2048 --activation_checkpointing
+        --dataset books/ --max_train_steps 5000 --n_layer 24 --n_head 16 --n_embd 2048 \\
+        --block_size 2048 --activation_checkpointing
     python scripts/train_gpt.py --sample runs/train_gpt --prompt "ROMEO:"
 
 Measured on 2026-11-27 with the first command (and --eval_every 2000) on tinyshakespeare, 2 busy
@@ -45,8 +45,7 @@ from utils.compilation import compile_model, make_attention_deterministic
 from utils.data import evaluation
 from utils.data.loaders import EpochSampler, explain, loader_options
 from utils.data.sharing import agree, evaluation_batch_size, local_main_first
-from utils.language.lanes import Share, gather_position
-from utils.language.text import Windows, load_held_out, load_text, stream_windows
+from utils.language.text import Windows, load_text
 from utils.muon import MuonAdamW
 from utils.report import model_card, plots
 from utils.report.mfu import peak_flops
@@ -270,17 +269,16 @@ def load_data(accelerator, args):  # EDIT: data
     """Loads the text.
 
     Returns:
-        tuple: the `Windows` to train on, None for a stream, which is opened later; those held out;
-        a description, with a checksum: a run continues with the same text.
+        tuple: the `Windows` to train on; those held out; a description, with a checksum: a run
+        continues with the same text.
     """
     data = read_text(accelerator, args)
-    train_set, text, held_out = None, data.train, data.held_out
-    if not args.streaming:
-        if args.overfit_batch:
-            text = held_out = text[: args.batch_size * args.block_size + 1]
-        # An epoch reads each byte once. All windows have the same length, so micro-batches and
-        # processes have equal weight.
-        train_set = Windows(text, args.block_size, None if args.overfit_batch else args.seed)
+    text, held_out = data.train, data.held_out
+    if args.overfit_batch:
+        text = held_out = text[: args.batch_size * args.block_size + 1]
+    # An epoch reads each byte once. All windows have the same length, so micro-batches and
+    # processes have equal weight.
+    train_set = Windows(text, args.block_size, None if args.overfit_batch else args.seed)
     description = agree(accelerator, args.dataset, data)
     if args.dry_run:
         held_out = held_out[: 20 * args.block_size]
@@ -288,28 +286,14 @@ def load_data(accelerator, args):  # EDIT: data
 
 
 def read_text(accelerator, args):
-    """Reads the `Text` to train on, unless it is a stream, and what is held out."""
-    source = (args.dataset, args.text_column)
-    if args.streaming:
-        return run_on_main(accelerator, lambda: load_held_out(*source))
-    return local_main_first(accelerator, lambda: load_text(*source, args.block_size, args.seed))
-
-
-def open_stream(accelerator, position, args):
-    """Opens the stream at the position of a checkpoint, or at its beginning: None."""
-    share = Share.from_args(args, accelerator, args.streaming, position)
-    options = args.dataset, args.text_column, args.block_size, share, args.shuffle_buffer, args.seed
-    return local_main_first(accelerator, lambda: stream_windows(*options))
+    """Reads the `Text` to train on, and what is held out."""
+    source = args.dataset, args.text_column, args.block_size, args.seed
+    return local_main_first(accelerator, lambda: load_text(*source))
 
 
 def build_loaders(accelerator, train_set, eval_set, args):
-    """Builds loaders of global batches, which `prepare` divides; a stream has its share only."""
+    """Builds loaders of global batches, which `prepare` divides over the processes."""
     eval_loader = build_eval_loader(accelerator, eval_set, args.block_size)
-    if args.streaming:
-        # At most one worker, which prefetches. The position saved with a checkpoint does not
-        # include prefetched batches.
-        options = loader_options(accelerator, min(1, args.num_workers), args.timeout)
-        return DataLoader(train_set, batch_size=None, **options), eval_loader
     options = loader_options(accelerator, args.num_workers, args.timeout)
     batch_size = args.batch_size // args.gradient_accumulation_steps
     order = EpochSampler(
@@ -494,16 +478,13 @@ def main():
         return sample(args)
     accelerator, trackers = connect(args)
     train_set, held_out, description = load_data(accelerator, args)
-    plan = Plan.from_args(args, None if args.streaming else len(train_set))
+    plan = Plan.from_args(args, len(train_set))
     writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
     run.open(plan, data=description)  # has a run to continue, a finished one, or none
     if run.finished:
         return
     eval_samples = evaluation.count_evaluated(run, plan, args, len(held_out))
-    if args.streaming:
-        train_set = open_stream(accelerator, run.progress.get("position"), args)
-
     set_seed(args.seed)
     sizes = {name: getattr(args, name) for name in SIZES}
     model = build_model(accelerator, sizes, args)
@@ -535,8 +516,7 @@ def main():
         validate(step)
     profile = start_profiler(accelerator, run.path, args.profile)
     for epoch, remaining in plan.epochs(start=step, done=run.best.out_of_patience):
-        if not args.streaming:  # a stream continues at its own position
-            train_loader.set_epoch(epoch)
+        train_loader.set_epoch(epoch)
         batches = remaining.rest(train_loader)  # without those before an interruption
         for step, micro_batches in remaining.accumulated(run.timed(batches)):
             losses, ids, norm = [], [], None
@@ -560,7 +540,6 @@ def main():
                 figures = dict(loss=train_loss, grad_norm=norm, lr=scheduler.get_last_lr()[0])
                 run.log("train", step, **figures, **watchdog.figures())
             if stop or run.save_due(step):
-                saved["position"] = gather_position(batch)
                 with run.checkpoint(step, guard, model, **saved) as folder:
                     accelerator.save_state(folder)
             if stop:
@@ -597,21 +576,6 @@ def parse_args():
     flags.add(group, "num_workers")
     group.add_argument(
         "--text_column", default="text", help="column with the text, for a Hub id, JSONL or Parquet"
-    )
-    group.add_argument(
-        "--streaming",
-        nargs="?",
-        const=8,
-        type=number(int, 1, most=100_000),  # more than there are processes
-        metavar="LANES",
-        help="read the text during training, in so many parallel parts, 8 if not given: a multiple "
-        "of the number of processes; needs --max_train_steps",
-    )
-    group.add_argument(
-        "--shuffle_buffer",
-        type=number(int, 1, most=10**7),  # more than fits into memory
-        default=1000,
-        help="windows in the shuffle buffer of each part of the stream",
     )
     group = parser.add_argument_group("model")
     # Llama 3.1 405B: 126 blocks of width 16,384 with 128 heads, and a context of 2**17.
@@ -657,8 +621,7 @@ def parse_args():
         default=0.8,
         help="of sampling; 0: always the most likely byte",
     )
-    # In steps: an epoch of a small text takes seconds, and the length of a stream's epoch is
-    # unknown.
+    # In steps, because an epoch of a small text takes seconds.
     parser.set_defaults(
         epochs=10, batch_size=64, max_grad_norm=1.0, eval_every=250, checkpoint_every=250
     )
@@ -670,10 +633,6 @@ def parse_args():
         )
     if not args.prompt:
         raise UserError("--prompt is empty: give at least one character")
-    if args.streaming and (args.overfit_batch or not args.max_train_steps):
-        raise UserError(
-            "--streaming needs --max_train_steps, and cannot be combined with --overfit_batch"
-        )
     if args.overfit_batch:
         args.lr_schedule, args.dropout = "constant", 0.0
     return frozen(args)

@@ -15,7 +15,7 @@ continues exactly, with any number of workers.
     python scripts/evaluate.py runs/train_images --images holiday/
 
 `my_photos` has one sub-folder per class, or train/ and val/ with such sub-folders. To change
-what has no flag, such as Mixup or the warm-up, edit `PRESETS` in a copy of this script.
+what has no flag, such as the warm-up, edit `PRESETS` in a copy of this script.
 """
 
 import math
@@ -43,7 +43,7 @@ from utils.data.sharing import agree, evaluation_batch_size, local_main_first
 from utils.images import classifier_plots, pretrained, scores
 from utils.images.augment import normalize
 from utils.images.sources import find_images
-from utils.images.transforms import EvalTransform, ImageBatches, Mix, TrainTransform
+from utils.images.transforms import EvalTransform, ImageBatches, TrainTransform
 from utils.report import model_card, plots
 from utils.report.model_card import for_markdown
 from utils.report.tracking import Trackers, start_profiler
@@ -61,17 +61,12 @@ from utils.scale.saving import BackgroundWriter
 from utils.scale.watchdog import Watchdog
 
 # What has no flag, where a preset does not set it. The last layer learns at `head_lr_multiplier`
-# times --lr. A crop has at least the share `min_scale` of an image. `mixup` and `cutmix` are the
-# alphas; with both, each step uses one of the two.
+# times --lr. A crop has at least the share `min_scale` of an image.
 COMMON = dict(
     momentum=0.9, head_lr_multiplier=1.0, warmup_epochs=5, label_smoothing=0.1, min_scale=0.08,
-    random_erasing=0.0, mixup=0.0, cutmix=0.0, train_size=None, eval_resize=None,
 )  # fmt: skip
 # The defaults of each --preset; flags override those that have one. `small` trains from scratch on
-# hundreds of images. `torchvision` is the recipe of its references/classification for ResNet-50
-# (80.9 % on ImageNet there, 8 GPUs), without repeated augmentation and averaged weights.
-# `train_size` and `eval_resize` (the shorter side before the crop) count only with the `image_size`
-# of their preset; otherwise they are `image_size`, and 8/7 of it or in the proportion of --weights.
+# hundreds of images.
 PRESETS = {  # EDIT: defaults
     "scratch": dict(
         epochs=90, batch_size=256, optimizer="sgd", lr=0.2, weight_decay=5e-5,
@@ -84,11 +79,6 @@ PRESETS = {  # EDIT: defaults
     "small": dict(
         epochs=60, batch_size=16, optimizer="adamw", lr=5e-4, weight_decay=0.05, warmup_epochs=3,
         model="resnet18", image_size=64, min_scale=0.35,
-    ),
-    "torchvision": dict(
-        epochs=600, batch_size=1024, optimizer="sgd", lr=0.5, weight_decay=2e-5,
-        auto_augment="trivial", random_erasing=0.1, mixup=0.2, cutmix=1.0,
-        train_size=176, image_size=224, eval_resize=232,
     ),
 }  # fmt: skip
 # Parameters without weight decay, in addition to norms and biases.
@@ -177,16 +167,14 @@ def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
     shortened to what the last evaluation takes.
     """
     options = loader_options(accelerator, args.num_workers, args.timeout)
-    train_size = args.train_size or preprocess["crop"]
     eval_transform = train_transform = EvalTransform(preprocess)
     if not args.overfit_batch:
         train_transform = TrainTransform(
             args.seed,
-            preprocess | {"crop": train_size},
+            preprocess,
             min_scale=args.min_scale,
             flip=args.flip,
             auto_augment=args.auto_augment,
-            random_erasing=args.random_erasing,
         )
     # In training, the next image replaces one that cannot be read, so that all batches are full.
     train_set = ImageBatches(data.splits["train"], train_transform, args.on_bad_image, replace=True)
@@ -232,17 +220,14 @@ def class_weights(data, device, args):
     return (len(labels) / (classes * counts)).float().to(device)
 
 
-def compute_loss(model, batch, mean, std, mix, step, args, balance=None):  # EDIT: loss
+def compute_loss(model, batch, mean, std, args, balance=None):  # EDIT: loss
     """The mean loss of a micro-batch.
 
-    Mixup and CutMix are a deterministic function of the seed, the step and the positions in the
-    global batch. With class weights (`balance`), the sum of the weighted losses is divided by the
+    With class weights (`balance`), the sum of the weighted losses is divided by the
     number of images and not by the sum of their weights, which would weigh an image by the others
     on its process.
     """
     images, labels = normalize(batch["images"], mean, std), batch["labels"]
-    if mix:
-        images, labels = mix(images, labels, step)
     options = dict(weight=balance, label_smoothing=args.label_smoothing, reduction="sum")
     return F.cross_entropy(model(images), labels, **options) / len(labels)
 
@@ -336,25 +321,13 @@ MAY_CHANGE = flags.MAY_CHANGE | {"on_bad_image"}
 
 def describe_start(accelerator, start_from, data, args):
     """The config of a new model (dict): its architecture, classes and preprocessing."""
-    sizes = (args.image_size, args.eval_resize)
-    preprocessing = run_on_main(
-        accelerator,
-        lambda: pretrained.preprocessing(pretrained.find(args.model, start_from), *sizes),
-    )
+
+    def find_out():
+        return pretrained.preprocessing(pretrained.find(args.model, start_from), args.image_size)
+
+    preprocessing = run_on_main(accelerator, find_out)
     names = list(data.class_names)
     return dict(model=args.model, class_names=names, preprocessing=preprocessing)
-
-
-def build_mix(micro_batch_size, classes, args):
-    """Mixup and CutMix of a batch; None: neither is asked for."""
-    if not (args.mixup or args.cutmix):
-        return None
-    if micro_batch_size % 2:
-        raise UserError(
-            f"Mixup and CutMix mix pairs: {micro_batch_size} samples per process and micro-batch "
-            "cannot be paired"
-        )
-    return Mix(args.mixup, args.cutmix, classes, args.seed)
 
 
 def main():
@@ -365,7 +338,6 @@ def main():
     launch.print_banner(accelerator)
     data = load_data(accelerator, args)
     args, micro_batch_size = fit_batch(accelerator, data, args)
-    mix = build_mix(micro_batch_size, len(data.class_names), args)
     plan = Plan.from_args(args, len(data.splits["train"]))
     writer = None if args.wait_for_checkpoints else BackgroundWriter(accelerator)
     run = RunFolder(args, accelerator, MAY_CHANGE, [trackers], writer)
@@ -390,7 +362,7 @@ def main():
     mean, std = pretrained.colors(config, accelerator.device)
     balance = class_weights(data, accelerator.device, args)
     first = blank_batch(loaders["train"].dataset.size, accelerator.device)
-    ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, None, 0, args))
+    ddp.warm_up(model, lambda: compute_loss(model, first, mean, std, args))
     step = run.start()  # accelerator.load_state, if there is a checkpoint
     schedule.recompute(scheduler)  # the run may have another length now
     guard = Guard(accelerator, args.timeout)
@@ -415,7 +387,7 @@ def main():
                 # A restart draws the same dropout masks. After loading, which may draw, too.
                 seed_step(accelerator, args.seed, step, len(losses))
                 with accelerator.accumulate(model):
-                    loss = compute_loss(model, batch, mean, std, mix, step, args, balance)
+                    loss = compute_loss(model, batch, mean, std, args, balance)
                     accelerator.backward(loss)
                     if accelerator.sync_gradients and args.max_grad_norm:
                         norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -478,8 +450,7 @@ def parse_args():
         choices=PRESETS,
         default="scratch",
         help="defaults, which --preset NAME --help shows, and what has no flag (PRESETS in the "
-        "script); finetune: with --weights; small: for hundreds of images; torchvision: its recipe "
-        "for ImageNet, 600 epochs, with Mixup and CutMix",
+        "script); finetune: with --weights; small: for hundreds of images",
     )
     group.add_argument(
         "--model", default="resnet50", help="any classifier of torchvision, by its name there"
@@ -509,7 +480,7 @@ def parse_args():
     group = parser.add_argument_group("size and augmentation of the images")
     group.add_argument(
         "--image_size",
-        type=number(int, 8, most=4096),  # some models need more: `pretrained.check_sizes`
+        type=number(int, 8, most=4096),  # some models need more: `pretrained.check_size`
         help="pixels of the model's input; default: that of --weights, or 224",
     )
     group.add_argument(
@@ -526,21 +497,17 @@ def parse_args():
     preset = PRESETS.get(flags.choice(parser, "preset"), {})
     parser.set_defaults(num_workers=min(8, devices.cores_per_process()), **COMMON | preset)
     args = flags.parse_with_checks(parser)
-    if args.image_size != preset.get("image_size"):
-        args.train_size = args.eval_resize = None
     if args.preset == "finetune" and not args.weights and process.is_main():
         notice("--preset finetune without --weights: the network starts with random weights")
     pretrained.check_name(args.model)
-    sizes = {"--image_size": args.image_size}
-    sizes[f"--preset {args.preset}: train_size"] = args.train_size
-    pretrained.check_sizes(args.model, sizes)
+    if args.image_size:
+        pretrained.check_size(args.model, args.image_size)
     # A path also if nothing is there any more: a run that continues does not read it.
     given = args.weights or ""
     if "/" in given or given.endswith(pretrained.SUFFIXES) or Path(given or " ").exists():
         args.weights = str(Path(given).resolve())
     if args.overfit_batch:
-        args.lr_schedule = "constant"
-        args.label_smoothing = args.mixup = args.cutmix = 0.0
+        args.lr_schedule, args.label_smoothing = "constant", 0.0
     return frozen(args)
 
 

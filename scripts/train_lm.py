@@ -377,7 +377,8 @@ def share_of_exact(accelerator, model, tokenizer, held_out, args):
     A dict: {} unless it is `--dataset synthetic` (other data have no such answers), on the process
     that generates.
     """
-    if args.dataset != "synthetic" or args.dry_run or not generates_alone(accelerator):
+    is_asked = args.dataset == "synthetic" and args.loss_on == "answers" and not args.dry_run
+    if not is_asked or not generates_alone(accelerator):
         return {}
     prompts, expected = map(list, zip(*held_out.prompts(ANSWERS), strict=True))
     answers = generate(model, tokenizer, prompts, SAMPLE_TOKENS)

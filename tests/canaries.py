@@ -66,7 +66,7 @@ padding is scored (scripts/train_minimal.py)
 a stream of documents forgets its position (scripts/train_lm.py)
 - position = run.progress.get("position")
 + position = None
-= test_train_lm.py -k stream
+= test_streams.py
 
 the last evaluation takes a part, GPT (scripts/train_gpt.py)
 - evaluate(accelerator, model, last_loader, progress)
@@ -77,11 +77,6 @@ no seed for dropout (scripts/train_gpt.py)
 - seed_step(accelerator, args.seed, step, len(losses))
 + pass
 = test_every_script.py -k 'same_bytes and train_gpt'
-
-a stream forgets its position (scripts/train_gpt.py)
-- run.progress.get("position")
-+ None
-= test_gpt.py -k stream_killed
 
 module. in the export (scripts/train_cifar.py)
 - accelerator.unwrap_model(model), config

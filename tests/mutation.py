@@ -41,7 +41,7 @@ ROOMS = ("units", "properties")
 # Signals, threads and `os._exit`: real processes test them, and canaries.py their tests.
 LAUNCHED = ("utils/run/process.py", "utils/run/entry.py", "utils/scale/watchdog.py")
 FUNCTIONS = [
-    "scripts/train_cifar.py::lr_multiplier,image_size_at,predict_views,evaluate",
+    "scripts/train_cifar.py::lr_multiplier,image_size_at,evaluate",
     "scripts/train_gpt.py::lr_multiplier,evaluate",
     "scripts/train_images.py::lr_multiplier,evaluate",
     "scripts/train_model_parallel.py::lr_multiplier,evaluate",

@@ -109,24 +109,12 @@ def _orthogonalize_alike(matrices, iterations):
         ]
     # A shard cannot be orthogonalized on its own. So redistribute: each process gets some of the
     # matrices, unsharded.
-    rows = [Shard(1) if place.is_shard() else place for place in first.placements]
-    whole = [Shard(0) if place.is_shard() else place for place in first.placements]
-    shape = (len(matrices), *first.shape)
-    like = dict(
-        device_mesh=first.device_mesh,
-        run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    stack = DTensor.from_local(
-        torch.stack([m.to_local() for m in matrices]), placements=rows, **like
-    )
-    stack = orthogonalize(stack.redistribute(placements=whole).to_local(), iterations)
-    stack = (
-        DTensor.from_local(stack, placements=whole, **like).redistribute(placements=rows).to_local()
-    )
-    like |= dict(shape=first.shape, stride=first.stride())
-    return [DTensor.from_local(local, placements=first.placements, **like) for local in stack]
+    rows = torch.stack(matrices)
+    whole = [Shard(0) if place.is_shard() else place for place in rows.placements]
+    local = orthogonalize(rows.redistribute(placements=whole).to_local(), iterations)
+    like = dict(run_check=False, shape=rows.shape, stride=rows.stride())
+    made = DTensor.from_local(local, rows.device_mesh, whole, **like)
+    return made.redistribute(placements=rows.placements).unbind()
 
 
 def normalize_rows(states, updates, beta2):

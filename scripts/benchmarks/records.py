@@ -29,27 +29,26 @@ TEST_IMAGES = 10_000  # of CIFAR-10
 
 
 def time_to_accuracy(args):
-    """Training time of train_cifar.py --tta on CIFAR-10, with another seed in each round.
+    """Training time of train_cifar.py on CIFAR-10, with another seed in each round.
 
     Over that of airbench94_muon, the record with the same network on the same images; also
     floating-point operations, and the accuracy of both.
     """
     bf16 = torch.cuda.is_available() or devices.has_bf16()
     batch = train_cifar.RECIPES["fastnet"]["batch_size"]
-    command = f"train_cifar.py --dataset {args.images} --tta --eval_every 100000"
+    command = f"train_cifar.py --dataset {args.images} --eval_every 100000"
     # In fewer epochs than by default, the accuracy of the record on the same images.
     command += " --checkpoint_every 0" + (" --max_train_steps 4" if args.quick else " --epochs 10")
     shortened = {"steps": 2} if args.quick else {}
     ratio = "time (flops: operations) over the record (less is better), ratio"
     units = {"airbench": ratio, "airbench_flops": ratio}
-    for way, unit in (("accuracy", "test accuracy"), ("tta", "test accuracy with views")):
-        units |= dict.fromkeys((way, f"{way}_airbench"), f"{unit} (more is better)")
+    units |= dict.fromkeys(("accuracy", "accuracy_airbench"), "test accuracy (more is better)")
     values = {name: [] for name in units}
     for seed in rounds(args):
         _, results = measure_script(f"{command} --seed {seed}", bf16=bf16)
         steps = results["global_step"]
         sizes = [train_cifar.image_size_at(step / steps, DEFAULTS) for step in range(1, steps + 1)]
-        flops = evaluation_flops(6 * TEST_IMAGES)
+        flops = evaluation_flops(TEST_IMAGES)
         for size, count in Counter(sizes).items():
             flops += count * step_flops(fastnet, batch, size)
         options = dict(images=args.images, seed=seed, bf16=bf16, **shortened)
@@ -57,9 +56,7 @@ def time_to_accuracy(args):
         values["airbench"].append(results["train_seconds"] / sum(record["seconds"][1:]))
         values["airbench_flops"].append(flops / record_flops())
         values["accuracy"].append(results["test_accuracy"])
-        values["tta"].append(results["test_accuracy_tta"])
         values["accuracy_airbench"].append(record["results"]["accuracy"])
-        values["tta_airbench"].append(record["results"]["accuracy_tta"])
         shown = (f"{name} {of_rounds[-1]:.4f}" for name, of_rounds in values.items())
         print(f"    {', '.join(shown)}; {results['train_seconds']:.0f} s", flush=True)
     return {f"time_to_accuracy/{name}": (values[name], unit) for name, unit in units.items()}
@@ -76,7 +73,7 @@ def record(images, seed, bf16, steps=None):
         steps (int | None): those of a shortened run.
 
     Returns:
-        dict: `accuracy` on the test set, and `accuracy_tta` with six views of each image.
+        dict: `accuracy` on the test set.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     devices.keep_freed_memory()
@@ -115,11 +112,9 @@ def record(images, seed, bf16, steps=None):
     with torch.no_grad(), precision:
         parts = normalize(test.images, mean, std).split(2000)
         outputs = torch.cat([model(part).float() for part in parts])
-        with_views = torch.cat([train_cifar.predict_views(model, part) for part in parts])
-    found = {"accuracy": outputs, "accuracy_tta": with_views}
-    right = {k: (v.argmax(1) == test.labels).double().mean().item() for k, v in found.items()}
+    accuracy = (outputs.argmax(1) == test.labels).double().mean().item()
     yield
-    return right
+    return {"accuracy": accuracy}
 
 
 def record_steps(samples):
@@ -155,7 +150,7 @@ def record_flops():
         step_flops(record_network, BATCH_SIZE, 32, whiten_bias) for whiten_bias in (True, False)
     )
     training = whiten_steps * with_bias + (total - whiten_steps) * without
-    return training + evaluation_flops(6 * TEST_IMAGES)
+    return training + evaluation_flops(TEST_IMAGES)
 
 
 def step_flops(build, batch_size, size, whiten_bias=True):

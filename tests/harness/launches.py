@@ -243,3 +243,29 @@ def run_once(made_once, name, *args, **kwargs):
         return done
 
     return made_once(name, make)
+
+
+def run_as_if_killed(config, script, words, folder, **options):
+    """Runs a script, and then from what a kill in step 6 would have left: the result is the same.
+
+    Args: words (str): its arguments, for 8 steps, with a checkpoint after the fourth.
+
+    Returns:
+        Path: the folder of the whole run.
+    """
+    whole, killed = folder / "whole", folder / "killed"
+    words += " --gradient_accumulation_steps 2 --keep_checkpoints 9"
+    run(config, script, words, output_dir=whole, **options)
+    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns(".lock", "*.safetensors"))
+    weights = whole / "checkpoints" / "step_00000004"
+    shutil.copytree(weights, killed / "checkpoints" / weights.name, dirs_exist_ok=True)
+    (killed / "results.json").unlink()
+    shutil.rmtree(killed / "checkpoints" / "step_00000008")
+    state = status(killed) | {"state": "running", "step": 5}
+    (killed / "status.json").write_text(json.dumps(state))
+    run(config, script, words, output_dir=killed, **options)
+    assert results(killed)["resumed_from"] == 4
+    assert final_weights(killed) == final_weights(whole)
+    for split in ("train", "val"):
+        assert column(killed, "loss", split) == column(whole, "loss", split)
+    return whole

@@ -47,7 +47,7 @@ def test_what_else_changed_is_said_and_recorded(finished, tmp_path):
 
 def test_where_and_how_it_runs_may_change(finished, tmp_path):
     folder = copy(finished["cifar"], tmp_path)
-    other = "--checkpoint_every 5 --keep_checkpoints 1 --log_every 2 --eval_every 4 --timeout 99 --track none --tta"
+    other = "--checkpoint_every 5 --keep_checkpoints 1 --log_every 2 --eval_every 4 --timeout 99 --track none"
     done = run("cpu", CIFAR, f"{SMALL} {other} --gradient_accumulation_steps 2", output_dir=folder)
     assert "continuing from" in done.stdout and results(folder)["global_step"] == 14
 
@@ -105,3 +105,17 @@ def test_what_may_not_change_is_one_line_that_says_what_to_do(change, finished, 
     assert done.returncode == 2 and len(errors) == 1
     assert all(part in errors[0] for part in says), errors
     assert status(folder)["state"] == "finished"
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints/step_00000008"])
+def test_a_run_starts_with_the_weights_of_another_and_nothing_else(place, finished, tmp_path):
+    trained, folder = finished["cifar"], tmp_path / "run"
+    words = (
+        f"{SMALL} --lr 0 --max_train_steps 1 --init_from {trained / place}"  # changes no weights
+    )
+    run("2cpu" if place else None, CIFAR, words, output_dir=folder)
+    # So every process had the same weights.
+    assert final_weights(folder) == final_weights(trained)
+    assert results(folder)["resumed_from"] == 0 and results(folder)["global_step"] == 1
+    recorded = json.loads((folder / "args.json").read_text())["arguments"]["init_from"]
+    assert recorded == str((trained / place).resolve())

@@ -48,7 +48,7 @@ SCRIPTS = {
     "train_cifar": Script(f"{PIXELS} --model net --lr 0.1", killed=2, **OF_PIXELS),
     "train_images": Script(
         f"{PIXELS} --model squeezenet1_1 --image_size 32 --num_workers 0 --lr 0.01 "
-        "--preset torchvision",
+        "--auto_augment trivial",
         dropout="",
         **OF_PIXELS,
     ),

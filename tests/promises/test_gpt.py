@@ -1,17 +1,23 @@
-"""train_gpt.py: what it leaves, its evaluations, shards and streams, and the text that it samples."""
+"""train_gpt.py: what it leaves, its evaluations, its shards, and the text that it samples."""
 
 import json
 import math
-import re
-import shutil
 
 import numpy as np
 import pytest
-from harness.launches import GPT, column, final_weights, metrics, results, run, run_once, status
+from accelerate.utils import merge_fsdp_weights
+from harness.launches import (
+    GPT,
+    column,
+    metrics,
+    results,
+    run,
+    run_as_if_killed,
+    run_once,
+    status,
+)
 from PIL import Image
 from safetensors.torch import load_file
-
-datasets = pytest.importorskip("datasets")
 
 EVALUATE, WRAPPED = "scripts/evaluate.py", "tests/harness/wrapped.py"
 MODEL = "--n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --batch_size 12 --sample_length 40"
@@ -20,35 +26,16 @@ SMALL = f"{MODEL} --max_train_steps 8 --log_every 1 --eval_every 4 --checkpoint_
 SHARDED = ("--mixed_precision", "no", "--num_processes", "2")
 
 
-def write_lines(count):
-    """Lines of text, of different length."""
-    generator, words = np.random.default_rng(0), "to be or not that is the question".split()
-    return [" ".join(generator.choice(words, generator.integers(1, 12))) for _ in range(count)]
-
-
 @pytest.fixture(scope="session")
 def text(made_once):
     """A local text file."""
 
     def make(folder):
-        (folder / "made_up.txt").write_text("\n".join(write_lines(3000)))
+        words = np.random.default_rng(0).choice("to be or not that is the question".split(), 18_000)
+        (folder / "made_up.txt").write_text(" ".join(words))
         return folder / "made_up.txt"
 
     return made_once("text", make)
-
-
-@pytest.fixture(scope="session")
-def shards(made_once):
-    """Parquet files with documents of different lengths, some of them empty."""
-
-    def make(folder):
-        for part in range(3):
-            texts = ["", *write_lines(400 + part)]
-            made = datasets.Dataset.from_dict({"text": texts})
-            made.to_parquet(str(folder / f"part-{part}.parquet"))
-        return folder
-
-    return made_once("shards", make)
 
 
 @pytest.fixture(scope="session")
@@ -56,27 +43,6 @@ def gpt(text, made_once):
     """An uninterrupted run with dropout: its output, and its folder as `.folder`."""
     words = f"--dataset {text} {SMALL} --dropout 0.2 --prompt abc --temperature 0"
     return run_once(made_once, "gpt", None, GPT, words)
-
-
-def check_killed(config, words, folder, **options):
-    """A run that was killed in step 6 continues exactly; returns the folder of the whole one."""
-    whole, killed = folder / "whole", folder / "killed"
-    words += " --gradient_accumulation_steps 2 --keep_checkpoints 9"
-    run(config, GPT, words, output_dir=whole, **options)
-    # What the kill would have left: the files of before.
-    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns(".lock", "*.safetensors"))
-    weights = whole / "checkpoints" / "step_00000004"
-    shutil.copytree(weights, killed / "checkpoints" / weights.name, dirs_exist_ok=True)
-    (killed / "results.json").unlink()
-    shutil.rmtree(killed / "checkpoints" / "step_00000008")
-    state = status(killed) | {"state": "running", "step": 5}
-    (killed / "status.json").write_text(json.dumps(state))
-    run(config, GPT, words, output_dir=killed, **options)
-    assert results(killed)["resumed_from"] == 4
-    assert final_weights(killed) == final_weights(whole)
-    for split in ("train", "val"):
-        assert column(killed, "loss", split) == column(whole, "loss", split)
-    return whole
 
 
 def test_leaves_everything_it_promises(gpt):
@@ -99,18 +65,6 @@ def test_leaves_everything_it_promises(gpt):
     assert sample["step"] == 8 and sample["text"].startswith("abc")
     assert (folder / "sample.txt").read_bytes().decode() == sample["text"]
     assert "global batch 12 = 1 process x 12 samples" in done.stdout
-
-
-@pytest.mark.slow
-def test_learns(text, tmp_path):
-    """The loss is below the entropy of the byte frequencies, which a model learns in its first
-    steps.
-    """
-    arguments = f"--dataset {text} {MODEL} --max_train_steps 300 --eval_every 300"
-    run("2cpu", GPT, arguments, output_dir=tmp_path / "run")
-    counts = np.unique(list(text.read_bytes()), return_counts=True)[1]
-    share = counts / counts.sum()
-    assert results(tmp_path / "run")["val_loss"] < -(share * np.log(share)).sum() - 0.3
 
 
 def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt, text, tmp_path):
@@ -146,22 +100,10 @@ def test_evaluations_take_some_windows_always_the_same_and_the_last_one_all(gpt,
     assert said in done.stdout and f"{whole['val_bytes']:,} val bytes" in done.stdout
 
 
-@pytest.mark.slow
-def test_evaluate_finds_the_same_loss_on_two_processes(gpt, tmp_path):
-    """Without dropout, though the run has some."""
-    done = run("2cpu", EVALUATE, str(gpt.folder), output_dir=tmp_path)
-    found, expected = results(tmp_path), results(gpt.folder)
-    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
-    assert found["val_bits_per_byte"] == pytest.approx(found["val_loss"] / math.log(2))
-    assert found["val_bytes"] == expected["val_bytes"]
-    figure = f"loss {found['val_loss']:.4f} ± {found['val_loss_standard_error']:.4f} nats per byte"
-    assert figure in done.stdout.splitlines()[-1]
-
-
 def test_a_sharded_run_killed_continues_bit_for_bit(text, tmp_path):
     """With the shards of the optimizer's state, dropout, and accumulation."""
     words = f"--dataset {text} {SMALL} --dropout 0.1 --activation_checkpointing"
-    whole = check_killed("4gpu_fsdp", words, tmp_path, launcher=SHARDED)
+    whole = run_as_if_killed("4gpu_fsdp", GPT, words, tmp_path, launcher=SHARDED)
     shards = list(whole.glob("checkpoints/step_00000004/*/*.distcp"))
     assert len(shards) == 4  # of model and optimizer, a file for each process
 
@@ -180,19 +122,12 @@ def test_a_sharded_run_computes_the_same_also_on_other_numbers_of_processes(text
     assert names[0] == names[1]
     # The shards of the last checkpoint have the weights that the script exported.
     newest = folder / "checkpoints" / "step_00000008"
-    losses = []
-    for path in (folder, newest):
-        run(None, "scripts/evaluate.py", [str(path)], output_dir=tmp_path / "figures")
-        losses.append(results(tmp_path / "figures")["val_loss"])
-    assert losses[0] == losses[1]
+    merge_fsdp_weights(newest / "pytorch_model_fsdp_0", tmp_path)
+    merged, exported = (load_file(at / "model.safetensors") for at in (tmp_path, folder))
+    assert merged.keys() == exported.keys()
+    assert all((merged[name] == exported[name]).all() for name in merged)
     done = run(None, GPT, f"--sample {newest}", check=False)
     assert done.returncode == 2 and "finish the run" in done.stderr
-
-
-def test_a_stream_killed_on_two_processes_continues_exactly(shards, tmp_path):
-    """From the positions of both, with accumulation; what the worker has prefetched is not lost."""
-    stream = "--streaming 6 --shuffle_buffer 20 --num_workers 1"
-    check_killed("2cpu", f"--dataset {shards} {stream} {SMALL}", tmp_path)
 
 
 @pytest.mark.slow
@@ -207,20 +142,3 @@ def test_a_model_that_overfits_samples_what_it_saw(text, tmp_path):
     sample += ["--sample_length", "12", "--temperature"]
     cold, hot = (run(None, GPT, [*sample, value]).stdout for value in ("0", "9"))
     assert cold.rstrip("\n") == memorized[:32] and hot != cold
-
-
-@pytest.mark.parametrize(
-    "config, arguments, says",
-    [
-        ("2cpu", "--dataset ./nowhere.txt", "no such file or folder"),
-        (None, "--dataset synthetic --streaming", "needs --max_train_steps"),
-        (None, "--dataset synthetic --n_embd 30 --n_head 4", "an even number times --n_head 4"),
-        (None, "--sample /nowhere", "cannot read weights"),
-    ],
-)
-def test_mistakes_are_printed_once(config, arguments, says, tmp_path):
-    done = run(config, GPT, arguments, output_dir=tmp_path / "run", check=False)
-    lines = re.findall(r"^error: .*$", done.stderr, re.MULTILINE)
-    assert len(lines) == 1 and says in lines[0], done.stderr[-3000:]
-    if config is None:
-        assert done.returncode == 2 and "Traceback" not in done.stderr

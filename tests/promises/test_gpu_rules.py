@@ -14,7 +14,7 @@ SCRIPTS = {
     "train_minimal": STEPS,
     "train_cifar": f"--dataset synthetic --batch_size 20 --max_grad_norm 1 {STEPS}",
     "train_images": "--dataset synthetic --model shufflenet_v2_x0_5 --image_size 32 --batch_size 8 "
-    f"--lr 1e-3 --preset torchvision --num_workers 0 {STEPS}",
+    f"--lr 1e-3 --num_workers 0 {STEPS}",
     "train_gpt": "--dataset synthetic --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 "
     f"--batch_size 8 --sample_length 2 --max_grad_norm 1 {STEPS}",
     "train_lm": f"--dataset synthetic --batch_size 8 --block_size 64 --max_grad_norm 1 {STEPS}",

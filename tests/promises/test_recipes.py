@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import recipes
+import torch
 from harness.chats import make_tokenizer
 from harness.data import SMALL_DATA
 from harness.language_models import make_model
@@ -34,18 +35,25 @@ USUAL = (
     "compression contrastive diffusion detection ema gan model_output optimizer preference "
     "segmentation text_classification tracker"
 )
+WITH_IMAGES = ("layer_decay", "mixup", "rare_classes", "unfreezing")
 ARGUMENTS = {
     **dict.fromkeys(USUAL.split(), MINIMAL),
-    **dict.fromkeys(("layer_decay", "rare_classes", "unfreezing"), f"--dataset synthetic {IMAGES}"),
+    **dict.fromkeys(WITH_IMAGES, f"--dataset synthetic {IMAGES}"),
     "distillation": f"{CIFAR} --model net --teacher {{folder}}/teacher {MINIMAL}",
     "folds": f"--dataset synthetic --fold 1 {IMAGES}",
     "freezing": LM,
+    "mixture": f"--mix {{folder}}/more.jsonl 0.25 {LM}",
     "qlora": f"--lora_rank 4 --lr 1e-2 {LM}",
     "regression": f"--csv {{folder}}/table.csv {MINIMAL}",
     "schedule_and_accumulation": f"--gradient_accumulation_steps 2 {MINIMAL}",
     "several_labels": f"--dataset {{folder}}/photos {IMAGES}",
 }
-PACKAGES = {"freezing": "peft", "model_output": "transformers", "optimizer": "schedulefree"}
+PACKAGES = {
+    "freezing": "peft",
+    "mixture": "peft",
+    "model_output": "transformers",
+    "optimizer": "schedulefree",
+}
 PACKAGES |= {"several_labels": "torchmetrics", "text_classification": "transformers"}
 PACKAGES |= {"preference": "transformers", "detection": "pycocotools", "qlora": "bitsandbytes"}
 # The kinds of training of the gallery: of a part of their defaults, the steps, and what they reach at
@@ -68,8 +76,8 @@ EXPORTED = {
     "lm": f"{LM} --max_train_steps 1",
 }
 # What is killed by a slow test; for the others it is enough that they train.
-KILLED = ("several_labels", "qlora", *GALLERY)
-LONG = ("rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
+KILLED = ("several_labels", "mixture", "qlora", *GALLERY)
+LONG = ("mixup", "rare_classes", "freezing", "distillation", "folds", "layer_decay", "unfreezing")
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +92,8 @@ def folder(tmp_path_factory):
     # With a column that is the same in all rows.
     rows = "".join(f"{i % 31},{i % 17},7,{i % 31 * (i % 17)}\n" for i in range(1000))
     (folder / "table.csv").write_text(f"a,b,c,product\n{rows}")
+    pair = {"prompt": "2 and 2?", "completion": "4"}
+    (folder / "more.jsonl").write_text(f"{json.dumps(pair)}\n" * 40)
     for camera in "ab":
         (folder / "photos" / camera).mkdir(parents=True)
     lines, random = ["name,red,green,blue"], np.random.default_rng(0)
@@ -152,17 +162,6 @@ def check_results(name, folder):
         assert rates == sorted(rates, reverse=True) and rates[-1] == 0
 
 
-@pytest.mark.slow
-def test_the_regression_learns_and_its_file_has_what_it_is_used_with(folder, tmp_path):
-    words = f"--csv {folder / 'table.csv'} --epochs 30"
-    run("2cpu", "train_regression.py", words, root=folder, output_dir=tmp_path)
-    errors = [line["rmse"] for line in metrics(tmp_path, "val")]
-    # A tenth of the standard deviation of the products.
-    assert 0.5 < results(tmp_path)["val_rmse"] == errors[-1] < 10
-    header = (tmp_path / "model.safetensors").read_bytes()[:2000]
-    assert b"mean" in header and b"std" in header
-
-
 def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     sampler = importlib.import_module("train_rare_classes").BalancedSampler
@@ -176,6 +175,18 @@ def test_rare_classes_are_drawn_as_often_as_the_others(folder, monkeypatch):
         share = np.mean([labels[index] for _, index in orders[-1]])
         assert len(orders[-1]) == 1000 and 0.45 < share < 0.55
     assert [index for _, index in orders[0]] != [index for _, index in orders[1]]
+
+
+def test_a_mixture_has_its_shares(folder, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.syspath_prepend(folder)
+    mixture = importlib.import_module("train_mixture").Mixture
+    sources = [[{"input_ids": torch.tensor(10 * n + i)} for i in range(n)] for n in (6, 1, 3)]
+    mixed = mixture(sources, (0.5, 0.2, 0.3))  # all are seen in 12 blocks
+    batch = mixed.__getitems__([*range(len(mixed))])
+    assert batch["ids"].tolist() == [*range(12)]
+    values = sorted(batch["input_ids"].tolist())
+    assert values == [10, 10, 30, 30, 31, 32, 60, 61, 62, 63, 64, 65]
 
 
 @pytest.mark.slow
@@ -212,7 +223,6 @@ def test_a_recipe_of_the_gallery_learns(name, folder, arguments, tmp_path):
 def test_preferences_have_the_loss_of_trl(folder, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     import datasets
-    import torch
 
     monkeypatch.syspath_prepend(folder)
     recipe = importlib.import_module("train_preference")
@@ -243,8 +253,6 @@ def test_preferences_have_the_loss_of_trl(folder, tmp_path, monkeypatch):
 def test_the_model_of_a_run_is_exported(script, folder, tmp_path):
     """The recipe itself compares the outputs, too: here those of the two files, for another batch."""
     onnxruntime = pytest.importorskip("onnxruntime")
-    import torch
-
     words = EXPORTED[script].format(folder=folder)
     run(None, f"scripts/train_{script}.py", words, output_dir=tmp_path)
     run(None, "train_onnx.py", str(tmp_path), root=folder)

@@ -19,7 +19,7 @@ REFUSED = [
     (CIFAR, f"{NET} --patience 2", "--patience needs held-out images"),
     (CIFAR, f"{NET} --track tensorboard,mlflow", "--track mlflow: not known, or not installed"),
     (CIFAR, f"{NET} --init_from /nowhere --resume /nowhere/step_1", "give only one of them"),
-    (IMAGES, f"{SYNTHETIC} --preset torchvision --batch_size 3", "cannot be paired"),
+    (IMAGES, f"{SYNTHETIC} --preset small --model vit_b_16", "--image_size 64: not a size"),
     (PARALLEL, f"{SYNTHETIC} --width 12", "--width 12 is not a multiple of 8"),
     (
         PARALLEL,

@@ -32,63 +32,41 @@ run = SimpleNamespace(log=log, finish=lambda: note("finish"))
 """
 
 
-@pytest.fixture
-def wandb(tmp_path):
-    """A fake `wandb` package: it writes each call as a line to the file $WANDB_CALLS."""
-    (tmp_path / "wandb-0.20.dist-info").mkdir()
-    known = "Metadata-Version: 2.1\nName: wandb\nVersion: 0.20\n"
-    (tmp_path / "wandb-0.20.dist-info" / "METADATA").write_text(known)
-    (tmp_path / "wandb.py").write_text(WANDB)
-    return tmp_path
-
-
 def calls(path, kind):
     return [call[1:] for call in map(json.loads, path.read_text().splitlines()) if call[0] == kind]
 
 
-def run_and_restart(arguments, folder, **options):
-    """Runs to step 6 and dies, continues from step 3, and checks what TensorBoard has of it."""
-    run(
-        "cpu",
-        "tests/harness/wrapped.py",
-        ["die_in_step@6", CIFAR, *arguments.split()],
-        output_dir=folder,
-        check=False,
-        **options,
+@pytest.mark.parametrize(
+    "trackers", ["tensorboard", pytest.param("tensorboard,wandb", marks=pytest.mark.slow)]
+)
+def test_each_record_is_sent_once_across_a_restart(trackers, tmp_path):
+    """A run that dies in step 6 and continues from step 3, with a fake package `wandb`."""
+    (tmp_path / "wandb-0.20.dist-info").mkdir()
+    known = "Metadata-Version: 2.1\nName: wandb\nVersion: 0.20\n"
+    (tmp_path / "wandb-0.20.dist-info" / "METADATA").write_text(known)
+    (tmp_path / "wandb.py").write_text(WANDB)
+    folder, recorded, fake = tmp_path / "mine", tmp_path / "calls", "wandb" in trackers
+    environment = {"PYTHONPATH": str(tmp_path), "WANDB_CALLS": str(recorded)} if fake else {}
+    # Started by `exec`, because Accelerate looks for packages when it is imported.
+    options, words = (
+        dict(output_dir=folder, env=environment, cold=fake),
+        f"{SMALL} --track {trackers}",
     )
-    run("cpu", CIFAR, arguments, output_dir=folder, **options)
+    dies = f"die_in_step@6 {CIFAR} {words}"
+    run("cpu", "tests/harness/wrapped.py", dies, check=False, **options)
+    run("cpu", CIFAR, words, **options)
     assert results(folder)["resumed_from"] == 3
-    events = event_accumulator.EventAccumulator(
-        str(folder / "tensorboard" / "train_cifar")
-    ).Reload()
+    logged = folder / "tensorboard" / "train_cifar"
+    events = event_accumulator.EventAccumulator(str(logged)).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 15))
     assert [event.step for event in events.Scalars("test/accuracy")] == [7, 14]
     assert {"predictions", "confusion_matrix"} <= set(events.Tags()["images"])
-
-
-def test_tensorboard_gets_each_record_once_across_a_restart(tmp_path):
-    run_and_restart(SMALL, tmp_path / "mine")
-
-
-@pytest.mark.slow
-def test_two_trackers_get_each_record_once_across_a_restart(wandb, tmp_path):
-    recorded = tmp_path / "calls"
-    environment = {"PYTHONPATH": str(wandb), "WANDB_CALLS": str(recorded)}
-    # Started by `exec`, because Accelerate looks for packages when it is imported.
-    run_and_restart(
-        f"{SMALL} --track tensorboard,wandb", tmp_path / "mine", env=environment, cold=True
-    )
-
+    if not fake:
+        return
     first, second = (call[0] for call in calls(recorded, "init"))
     assert first == second and first["project"] == "train_cifar" and first["name"] == "mine"
-    assert first["id"] == json.loads((tmp_path / "mine" / "args.json").read_text())["run_id"]
+    assert first["id"] == json.loads((folder / "args.json").read_text())["run_id"]
     assert calls(recorded, "config")[0][0]["batch_size"] == 60
-    logged = [
-        (name, step)
-        for values, step in calls(recorded, "log")
-        for name in values
-        if name.endswith("/loss")
-    ]
-    assert sorted(logged) == sorted(
-        [("train/loss", step) for step in range(1, 15)] + [("test/loss", 7), ("test/loss", 14)]
-    )
+    losses = [(n, step) for names, step in calls(recorded, "log") for n in names if "/loss" in n]
+    evaluated = [("test/loss", 7), ("test/loss", 14)]
+    assert sorted(losses) == [*evaluated, *(("train/loss", step) for step in range(1, 15))]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from harness.data import SHARED_DATA, make_photos
+from harness.data import make_photos
 from harness.launches import CIFAR, SMALL, Started, metrics, results, run
 from PIL import Image
 from safetensors.torch import load_file
@@ -52,15 +52,6 @@ def test_two_processes_say_each_thing_once_and_export_what_one_does(reference):
     assert first.keys() == second.keys() and not any("module." in name for name in first)
     for name in first:
         assert torch.allclose(first[name], second[name], atol=1e-4), name
-
-
-def test_the_learning_rate_rises_for_a_fifth_of_the_steps_and_falls_to_0(reference):
-    """A log line has the learning rate of the next step."""
-    for line in metrics(reference("cpu").folder, "train"):
-        progress = line["step"] / 14
-        rising = (line["step"] + 1) / (0.2 * 14 + 1)
-        share = rising if progress < 0.2 else (1 - progress) / 0.8
-        assert line["lr"] == pytest.approx(0.04 * share, abs=1e-12)
 
 
 def test_validation_data_chooses_and_the_test_split_is_shown_once(tmp_path):
@@ -117,25 +108,6 @@ def test_overfits_one_batch(tmp_path):
     assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01
 
 
-@pytest.mark.slow
-def test_learns(tmp_path):
-    """The first command of the README, with another seed."""
-    words = "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1"
-    run("cpu", CIFAR, words, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run")["test_accuracy"] > 0.95
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (SHARED_DATA / "cifar10").exists(), reason="the real CIFAR-10 is not next to the repository"
-)
-def test_reads_the_real_cifar10(tmp_path):
-    words = "--model net --batch_size 250 --lr 0.05 --max_train_steps 100"
-    arguments = ["--dataset", str(SHARED_DATA / "cifar10"), *words.split()]
-    run("cpu", CIFAR, arguments, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run")["test_accuracy"] > 0.25
-
-
 def test_an_error_is_printed_once_and_last(tmp_path):
     done = run("cpu", CIFAR, "--batch_size 0", output_dir=tmp_path, check=False)
     last = done.stderr.splitlines()[-1]
@@ -147,19 +119,3 @@ def test_an_error_is_printed_once_and_last(tmp_path):
     assert "To enable traceback see" not in report and len(report.splitlines()) < 16
     assert "exitcode  : 2" in report
     assert "--dataset ./nowhere: there is no such file or folder" in report
-
-
-@pytest.mark.slow
-def test_what_is_reported_is_measured_at_full_size_also_if_the_run_ends_early(tmp_path):
-    """While the images are small, so are those of the evaluations; a restart evaluates anew."""
-    words = "--dataset synthetic --val_fraction 0.1 --patience 1 --lr 0 --batch_size 64"
-    words += " --eval_every 2 --max_train_steps 40"
-    run("cpu", CIFAR, words, output_dir=tmp_path)
-    last = metrics(tmp_path, "val")[-1]
-    (tmp_path / "results.json").rename(tmp_path / "before.json")
-    assert last["step"] < 24
-    run("cpu", CIFAR, words, output_dir=tmp_path)
-    before = json.loads((tmp_path / "before.json").read_text())
-    for name in ("val_loss", "val_accuracy", "test_loss"):
-        assert before[name] == results(tmp_path)[name], name
-    assert before["val_loss"] != last["loss"]

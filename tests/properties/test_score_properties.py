@@ -190,9 +190,6 @@ def test_what_scripts_report_does_not_depend_on_batches(name, labels, seed, cuts
         assert samples["predictions"].tolist() == logits.argmax(1).tolist()
     metrics = expected.keys() if name == "train_images" else {"loss", "accuracy"}
     assert found == near({metric: expected[metric] for metric in metrics})
-    if name == "train_cifar":
-        evaluate(alone(), *inputs, tta=True, size=2)
-        assert len(model.passes) == (1 + 6) * len(loader)  # six views of each image
     left = len(labels) - len(loader)
     with pytest.raises(RuntimeError, match=f"evaluated {left} of {len(labels)}"):
         evaluate(alone(dropped=1), *inputs, **more)
@@ -218,7 +215,7 @@ def test_a_weighted_loss_is_that_of_any_micro_batches(labels, place, smoothing, 
 
     def loss(part):
         batch = {"images": images[part], "labels": torch.from_numpy(labels)[part]}
-        return script.compute_loss(Pixels(), batch, *COLORS, None, 1, args, weights).item()
+        return script.compute_loss(Pixels(), batch, *COLORS, args, weights).item()
 
     logits = 8 * (images.flatten(1).numpy() / 255)
     targets = np.eye(3)[labels] * (1 - smoothing) + smoothing / 3

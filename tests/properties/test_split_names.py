@@ -1,15 +1,12 @@
 """Names of splits: the documented words in upper or lower case, and nothing else."""
 
-import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from utils.data.tables import files_by_split, split_of
-from utils.images.sources import find_images
 from utils.run.failures import UserError
 
 WORDS = {
@@ -58,29 +55,3 @@ def test_names_that_are_almost_splits_are_refused(train, held_out, data):
         files_by_split(Path("data"), files)
     others = [*files, "docs.txt"]
     assert files_by_split(Path("data"), others) == {"train": [Path("data") / f for f in others]}
-
-
-@settings(max_examples=15)
-@given(st.sampled_from(["train", "Training"]), SPLIT_WORD, st.data())
-def test_a_split_never_swallows_a_class(train, word, data):
-    """Whatever it is called, beside another one or in a folder of splits."""
-    classes = {data.draw(almost(word)), "cat"}
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        for place, inside in (
-            (root / "splits" / train, {*classes, word}),
-            (root / "splits" / "val", {*classes, word}),
-            (root / "classes", classes),
-        ):
-            for name in inside:
-                (place / name).mkdir(parents=True)
-                for i in range(2):
-                    Image.new("RGB", (4, 4)).save(place / name / f"{i}.png")
-        found = find_images(str(root / "splits"))
-        assert found.class_names == sorted({*classes, word})
-        assert {split: len(images) for split, images in found.splits.items()} == {
-            "train": 6,
-            "val": 6,
-        }
-        alone = find_images(str(root / "classes"), val_fraction=0.5)
-        assert alone.class_names == sorted(classes)

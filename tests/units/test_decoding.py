@@ -1,6 +1,5 @@
 """Encoded images: where they are, what is none, and when a checksum of many differs."""
 
-import io
 import os
 import struct
 import zlib
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from harness.data import encoded, noise
 from PIL import Image
-from PIL.JpegImagePlugin import JpegImageFile
 
 from utils.images import decoding
 from utils.images.decoding import BadImage, Encoded, Files, Images, Pixels, Rows
@@ -36,27 +34,6 @@ DAMAGED = GOOD[:AT] + b"\xff" + GOOD[AT + 1 :]
 def test_a_broken_image_is_recognized(data, says):
     with pytest.raises(BadImage, match=says):
         Encoded(data).pixels()
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_a_plain_jpeg_is_decoded_by_torchvision_to_the_same_pixels(mode, monkeypatch):
-    """Which is faster; a rotated one, and one that is reduced, by Pillow."""
-    image = LARGE.convert(mode)
-    data = encoded(image, "JPEG")
-    turned = image.getexif()
-    turned[decoding.ORIENTATION] = 6
-    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    read, load = [], JpegImageFile.load
-    monkeypatch.setattr(JpegImageFile, "load", lambda self: read.append(self) or load(self))
-    assert np.array_equal(Encoded(data).pixels().permute(1, 2, 0).numpy(), expected)
-    assert not read
-    rotated = Encoded(encoded(image, "JPEG", exif=turned.tobytes()))
-    assert (rotated.width, rotated.height) == (300, 400) and rotated.pixels().shape == (3, 400, 300)
-    assert len(read) > 0
-    assert Encoded(data).pixels(2).shape == (3, 150, 200)
-    # Cameras write several photos into a file, in the format MPO: it is reduced like a JPEG.
-    several = encoded(image, "MPO", save_all=True, append_images=[image.rotate(180)])
-    assert Encoded(several).pixels(4).shape == (3, 75, 100)
 
 
 def test_a_fingerprint_knows_names_labels_sizes_and_sampled_data(monkeypatch):
@@ -134,7 +111,7 @@ def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
         assert source.sizes.tolist() == bytes_of
     assert files.read(1, 7) == data[1][:7]
     assert [files.portable_name(i) for i in range(3)] == listed
-    assert files.name(1) == str(tmp_path / "b/1.png") and rows.name(1) == "row 1 of a table"
+    assert files.place == f"{tmp_path}/" and rows.place == "a table, "
     versions = [files.version, Files(tmp_path, listed).version, Files(tmp_path, listed[1:]).version]
     os.utime(tmp_path / listed[0], (1, 1))
     versions.append(Files(tmp_path, listed).version)
@@ -145,4 +122,4 @@ def test_files_rows_and_arrays_say_the_same_of_an_image(tmp_path):
     array = Pixels(np.stack([np.array(noise(i)) for i in range(2)]), "photos.npz", "v")
     assert array.read(1).startswith(b"P6 32 32 255\n") and len(array.read(1, 5)) == 5
     assert array.read(1)[13:] == np.array(noise(1)).tobytes()
-    assert (array.name(1), array.portable_name(1)) == ("row 1 of photos.npz", "row 1")
+    assert (array.place, array.portable_name(1)) == ("photos.npz, ", "row 1")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 from harness.fakes import Bomb, accelerator
 from harness.worlds import group_of_one
 from torch import nn
@@ -198,6 +198,16 @@ def test_processes_on_the_cpu_shard_over_the_cpu(environment, monkeypatch):
     sizes = state.parallelism_config
     assert (sizes.dp_replicate_size, sizes.dp_shard_size, state.device_mesh) == (2, 3, "cpu")
     assert isinstance(state.fsdp_plugin, FullyShardedDataParallelPlugin)
+
+
+def test_where_functions_of_libraries_are_replaced(monkeypatch):
+    monkeypatch.setattr(fsdp_utils, "fsdp2_load_full_state_dict", None)
+    patches.load_shards_with(print)
+    assert fsdp_utils.fsdp2_load_full_state_dict is print
+    monkeypatch.setattr(patches, "Queue", type("Queue", (), {}))
+    patches.report_unsendable_batches(print)
+    replaced = [value for value in vars(patches.Queue).values() if isinstance(value, staticmethod)]
+    assert [value.__func__ for value in replaced] == [print]
 
 
 # ----------------------------------------------------------------------------------------- shards

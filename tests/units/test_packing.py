@@ -24,7 +24,7 @@ def make(lengths, seed=0, targets=True):
     stream = Stream(np.arange(total, dtype=np.int32), is_target if targets else None)
     documents, lengths = np.zeros(len(lengths), DOCUMENT), np.array(lengths)
     documents["start"], documents["length"] = np.cumsum(lengths) - lengths, lengths
-    documents["answer"], documents["bytes"] = 2, lengths - 1
+    documents["bytes"] = lengths - 1
     for document in documents:
         begin = document["start"]
         document["targets"] = is_target[begin + 1 : begin + document["length"]].sum()
@@ -110,15 +110,15 @@ def test_best_fit(size):
 
 
 def test_prompts_end_where_the_last_answer_begins():
-    stream, documents, is_target = make([20, 6, 9, 4], seed=1)
-    documents["answer"] = [5, 4, -1, 2]
+    """Of the first document, the end is cut off; of the last, all is learned."""
+    stream, documents, is_target = make([20, 6, 9, 4])
+    is_target[:] = [0] * 20 + [0, 1, 0, 1, 1, 0] + [0] * 5 + [1] * 4 + [1] * 4
+    documents["targets"] = [20, 3, 4, 3]
+    is_target[3] = 1
     blocks, _ = pack_conversations(stream, documents, 12, PAD)
-    (prompt, answer), (last, _) = blocks.prompts(5)  # of the first, the end is cut off
-    assert prompt == [20, 21, 22, 23]
-    assert answer == [token for token in (24, 25) if is_target[token]]
-    assert last == [35, 36]
-    assert len(blocks.prompts(1)) == 1
-    assert blocks.first(1).prompts(5) == blocks.prompts(5)  # whatever is evaluated
+    prompts = [([20, 21, 22], [23, 24]), ([26, 27, 28, 29, 30], [31, 32, 33, 34])]
+    prompts.append(([35, 36, 37], None))
+    assert blocks.prompts(5) == prompts and blocks.prompts(1) == prompts[:1]
 
 
 def test_prompts_of_a_text_are_its_first_tokens():

@@ -1,7 +1,6 @@
 """What is held out of any source of images, images that are there twice, and what is said of both."""
 
 import hashlib
-import os
 import shutil
 
 import numpy as np
@@ -17,7 +16,7 @@ from utils.run.failures import UserError
 
 
 def names(images):
-    return [os.path.relpath(images.name(i), images.source.root) for i in range(len(images))]
+    return [images.portable_name(i) for i in range(len(images))]
 
 
 def make_folders(root, *splits):
@@ -90,15 +89,15 @@ def test_the_report_tells_splits_and_classes_apart_and_says_what_was_not_compare
     splits = {"train": images_of([b"a", b"b", b"b"], [0, 0, 1])}
     splits["val"] = images_of([b"a", b"b"], [0, 0], "val")
     assert find_duplicates(splits)[1] == [
-        "equal images: twice in train and val: 2 (row 0 of val)",
-        "equal images: twice in train, with different classes: 1 (row 2 of train)",
+        "equal images: twice in train and val: 2 (val, row 0)",
+        "equal images: twice in train, with different classes: 1 (train, row 2)",
     ]
     same_size = [b"%04d" % number for number in range(1500)]
     splits = {"train": images_of([*same_size, b"rare", b"copies", b"copies"])}
     first, lines = find_duplicates(splits)
     assert first[-1] == 1501
     assert lines == [
-        "equal images: twice in train: 1 (row 1502 of train)",
+        "equal images: twice in train: 1 (train, row 1502)",
         "1,103 images of the same size were not compared with others",
     ]
 

@@ -1,4 +1,4 @@
-"""Text as bytes: what is trained on, what is held out, and its windows, mapped or streamed."""
+"""Text as bytes: what is trained on, what is held out, and its windows."""
 
 import json
 import os
@@ -9,18 +9,13 @@ import pytest
 import torch
 from harness.chats import write_files
 
-from utils.data import sharing
-from utils.language import lanes
-from utils.language.lanes import Share
 from utils.language.text import (
     Windows,
-    load_held_out,
     load_text,
     read_splits,
-    stream_windows,
     synthetic_text,
 )
-from utils.run.failures import RunFailed, UserError
+from utils.run.failures import UserError
 
 datasets = pytest.importorskip("datasets")
 
@@ -107,29 +102,18 @@ def test_a_text_file_is_mapped_and_not_copied(tmp_path):
 
 @pytest.mark.parametrize("kind", ["files", "rows"])
 def test_a_text_of_several_parts_is_written_to_the_cache_once(kind, tmp_path, monkeypatch):
-    def load():
-        return load_text(str(data), "text", 4)
-
     data, cache = tmp_path / "data", tmp_path / "cache"
     rows, files = dict(a_jsonl=as_lines("words ")), dict(a_txt="0123" * 25, b_txt="abcdefghij" * 10)
     write(data, **(rows if kind == "rows" else files))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
-    cache.write_text("a file")
-    with pytest.raises(UserError, match=r"cannot write the text to .*set HF_DATASETS_CACHE") as e:
-        load()
-    assert kind == "rows" or str(e.value).endswith(" (Not a directory)")  # not for want of space
-    cache.unlink()
-    made = load()
-    (file,) = (cache / "text").iterdir()
-    with monkeypatch.context() as patched:  # the second process reads nothing but the cache
-        patched.setattr(sharing.os, "fsync", None)
-        again = load()
+    made, again = load_text(str(data), "text", 4), load_text(str(data), "text", 4)
     assert again.description == made.description and torch.equal(again.train, made.train)
+    (file,) = (cache / "text").iterdir()
     with file.open("r+b") as opened:
         opened.write(b"!")
-    assert again.train[0] == ord("!")
+    assert again.train[0] == made.train[0] == ord("!")
     os.utime(next(data.iterdir()), (1, 1))
-    load()
+    load_text(str(data), "text", 4)
     assert len(list((cache / "text").iterdir())) == 2
 
 
@@ -140,6 +124,8 @@ def test_held_out_windows_predict_every_byte_once():
     data = torch.arange(101, dtype=torch.uint8)
     windows = Windows(data, 16)
     batch = windows.__getitems__(range(len(windows)))
+    # Otherwise a pinned batch would be copied to the GPU through pageable memory, with a wait.
+    assert all(part.is_contiguous() for part in batch.values())
     assert batch["targets"][batch["targets"] >= 0].tolist() == list(range(1, 101))
     assert torch.equal(batch["inputs"][:-1, 1:], batch["targets"][:-1, :-1])
     some = windows.select(np.array([2, 6])).__getitems__([0, 1])
@@ -158,61 +144,3 @@ def test_an_epoch_reads_every_byte_once_at_another_offset_than_the_one_before():
         assert torch.equal(windows.__getitems__(keys[3:5])["inputs"].flatten(), read[48:80])
         cuts.add(first)
     assert len(cuts) >= 4
-
-
-# ------------------------------------------------------------------------------------------ streams
-
-
-def test_a_stream_starts_again_at_its_end_and_never_shows_held_out_text(tmp_path):
-    documents = [f"document {number:04d} is this one" for number in range(600)]
-    rows = [json.dumps({"text": document}) + "\n" for document in documents]
-    (tmp_path / "text.jsonl").write_text("".join(rows))
-    length = len(documents[0]) + 1
-    stream = iter(stream_windows(str(tmp_path), "text", length, Share(2, 2), 30, 0))
-    windows = [window for _ in range(900) for window in next(stream)["inputs"].tolist()]
-    seen = [bytes(window).decode()[9:13] for window in windows]
-    held_out = {text[9:13] for text in documents if lanes.is_held_out(f"{text}\n".encode())}
-    assert 2 <= len(held_out) <= 30
-    assert set(seen) == {document[9:13] for document in documents} - held_out
-    assert {seen.count(number) for number in set(seen)} <= {2, 3, 4}  # about three passes
-    held = load_held_out(str(tmp_path), "text")
-    assert len(held.held_out) == len(held_out) * length
-    (tmp_path / "text.jsonl").rename(tmp_path / "other.jsonl")
-    assert load_held_out(str(tmp_path), "text").description != held.description
-
-
-def test_windows_of_a_stream_follow_each_other_and_depend_on_the_seed(tmp_path):
-    name = write(tmp_path, a_jsonl=as_lines("some words ", 300))
-
-    def first(seed):
-        return next(iter(stream_windows(name, "text", 16, Share(1, 40), 40, seed)))
-
-    batch, again, other = first(0), first(0), first(1)
-    # Otherwise a pinned batch would be copied to the GPU through pageable memory, with a wait.
-    mapped = Windows(torch.arange(101, dtype=torch.uint8), 16, seed=0).__getitems__(
-        [(0, 1), (0, 2)]
-    )
-    for some in (batch, mapped):
-        assert all(some[name].is_contiguous() for name in ("inputs", "targets", "ids"))
-    assert batch["inputs"].shape == batch["targets"].shape == (40, 16)
-    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    assert torch.equal(batch["inputs"], again["inputs"])
-    assert not torch.equal(batch["inputs"], other["inputs"])
-    # A buffer has 40 windows, each of which begins with the last byte of another.
-    texts = [f"some words {i}\n".encode() for i in range(300)]
-    text = b"".join(text for text in texts if not lanes.is_held_out(text))
-    places = [text.index(bytes(window.tolist())) for window in batch["inputs"]]
-    assert sorted(places) == list(range(0, 640, 16))
-    held_out = load_held_out(name, "text")
-    assert held_out.details == [] and "bytes are held out (fingerprint " in held_out.description
-
-
-def test_what_cannot_be_streamed_ends_the_run(tmp_path):
-    lines = [b'{"text": "fine so far"}\n'] * 200
-    (tmp_path / "a.jsonl").write_bytes(b"".join([*lines, b'{"text": "\xff\xfe\xfd"}\n']))
-    with pytest.raises(RunFailed, match="cannot be read after row"):
-        list(stream_windows(str(tmp_path), "text", 16, Share(1, 4), 200, 0))
-    (tmp_path / "b.txt").write_text("plain")
-    for name in (str(tmp_path / "b.txt"), "synthetic"):
-        with pytest.raises(UserError, match="is mapped into memory: leave out --streaming"):
-            load_held_out(name, "text")

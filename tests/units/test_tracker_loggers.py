@@ -123,9 +123,7 @@ def test_the_profiler_records_three_steps_on_one_process(tmp_path):
             profile.step()
         profile.stop()
         assert (wanted and accelerator.is_main_process) == bool(list(tmp_path.iterdir()))
-    trace = (tmp_path / "profile" / "trace.json").read_text()
-    steps = {f"ProfilerStep#{step}" for step in range(9) if f'"ProfilerStep#{step}"' in trace}
-    assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}
-    assert "[2, 3], [3, 5]" in trace.replace("\n", "")  # the shapes
-    table = (tmp_path / "profile" / "operators.txt").read_text()
-    assert "Self CPU" in table and "aten::mm" in table
+    trace = (tmp_path / "profile" / "trace.json").read_text().replace("\n", "")
+    assert [f'"ProfilerStep#{step}"' in trace for step in range(7)] == [0, 0, 1, 1, 1, 0, 0]
+    assert "[2, 3], [3, 5]" in trace  # the shapes
+    assert "aten::mm" in (tmp_path / "profile" / "operators.txt").read_text()

@@ -39,7 +39,7 @@ def test_weights_that_are_gone_have_the_same_path_as_before(parse, tmp_path, mon
     assert parse("--dataset a --weights DEFAULT").weights == "DEFAULT"
 
 
-@pytest.mark.parametrize("preset", ["scratch", "finetune", "small", "torchvision"])
+@pytest.mark.parametrize("preset", ["scratch", "finetune", "small"])
 def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, parse, capsys):
     wanted = script.COMMON | script.PRESETS[preset] | {"epochs": 7}
     args = vars(parse(f"--dataset synthetic --preset {preset} --epochs 7"))
@@ -51,29 +51,16 @@ def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, parse, c
     assert flags | script.COMMON.keys() == wanted.keys() and not flags & script.COMMON.keys()
 
 
-def test_the_sizes_of_a_preset_are_for_its_image_size(parse):
-    for words, sizes in (
-        ("--preset torchvision", (224, 176, 232)),
-        ("--preset torchvision --image_size 224", (224, 176, 232)),
-        ("--preset torchvision --image_size 112", (112, None, None)),
-        ("--preset small", (64, None, None)),
-        ("", (None, None, None)),
-    ):
-        args = parse(f"--dataset a {words}")
-        assert (args.image_size, args.train_size, args.eval_resize) == sizes, words
-
-
 def test_options_that_exclude_each_other(parse):
     for words, says in (
         ("--model resnet_50", "the nearest: "),
         ("--model squeezenet1_1 --image_size 8", "--image_size 8: not a size for squeezenet1_1"),
-        ("--preset torchvision --model vit_b_16", "--preset torchvision: train_size 176: not a"),
+        ("--preset small --model vit_b_16", "--image_size 64: not a size for vit_b_16"),
     ):
         with pytest.raises(UserError, match=says):
             parse(f"--dataset a {words}")
-    one_batch = parse("--dataset a --preset torchvision --overfit_batch --lr_schedule linear")
-    names = ("lr_schedule", "label_smoothing", "mixup", "cutmix")
-    assert [getattr(one_batch, name) for name in names] == ["constant", 0, 0, 0]
+    one_batch = parse("--dataset a --overfit_batch --lr_schedule linear")
+    assert (one_batch.lr_schedule, one_batch.label_smoothing) == ("constant", 0)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -123,17 +110,16 @@ def test_data_is_shortened_for_quick_checks(parse, tmp_path, capsys, monkeypatch
     assert large.details == []
 
 
-def test_loaders_have_the_sizes_that_options_say(parse, tmp_path, monkeypatch):
+def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
     data, prepared = find_images(str(make_photos(tmp_path / "d", 4))), []
     preprocess = dict(resize=36, crop=32, interpolation="bilinear", **pretrained.IMAGENET)
     process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
-    monkeypatch.setitem(script.PRESETS["scratch"], "train_size", 48)
     args = options(parse, "--gradient_accumulation_steps 2")
     loaders = script.build_loaders(process, data, preprocess, 5, PLAN, args)
     assert set(loaders) == {"train", "val", "some"} and len(prepared) == 3
     assert len(loaders["some"].dataset) == 5 and len(loaders["val"].dataset) == 12
     batches = list(loaders["train"])
-    assert len(batches) == 6 and all(batch["images"].shape == (2, 3, 48, 48) for batch in batches)
+    assert len(batches) == 6 and all(batch["images"].shape == (2, 3, 32, 32) for batch in batches)
     assert next(iter(loaders["val"]))["images"].shape[1:] == (3, 32, 32)
     # One batch, again and again, looks as in an evaluation.
     data.splits["train"] = data.splits["val"]

@@ -13,6 +13,14 @@ from utils.run import files, manifest
 from utils.run.failures import UserError
 
 
+class Wrapped(torch.nn.Module):
+    """Holds a model as `model`, as many training scripts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build()
+
+
 def build(classes=3):
     torch.manual_seed(1)
     return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, classes))
@@ -24,45 +32,38 @@ def sevens(prefix=""):
     return {f"{prefix}{name}": torch.full_like(value, 7.0) for name, value in state}
 
 
-def equal(layers, others):
-    pairs = zip(layers.parameters(), others.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.parametrize(("classes", "loaded"), [(3, 4), (7, 2)])
-def test_a_last_layer_of_another_size_keeps_its_weights(classes, loaded, tmp_path, capsys):
-    file, model = tmp_path / "weights.safetensors", build(classes)
-    save_file(sevens(), file)
-    weight_files.initialize(fakes.accelerator(), model, str(file))
-    assert (model[0].weight == 7).all() and (model[0].bias == 7).all()
-    said = capsys.readouterr().out
-    assert said.startswith(f"{loaded} of 4 tensors initialized from {file}")
-    keeps = "; the last layer, for other classes, keeps its initial weights: 2.weight, 2.bias\n"
-    assert said.endswith(keeps) == equal(model[2], build(classes)[2]) == (loaded == 2)
-
-
-class Wrapped(torch.nn.Module):
-    """Holds a model as `model`, as many training scripts do."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = build()
-
-
-@pytest.mark.parametrize(
-    ("prefix", "suffix"),
-    [("", ".pth"), ("model.", ".pt"), ("module._orig_mod.", ".ckpt"), ("module.", ".safetensors")],
-)
-@pytest.mark.parametrize("make", [build, Wrapped])
-def test_the_prefix_of_a_wrapper_does_not_matter(prefix, suffix, make, tmp_path):
-    path, state = tmp_path / f"weights{suffix}", sevens(prefix)
-    if suffix == ".safetensors":
-        save_file(state, path)
-    else:
-        torch.save({"state_dict": state, "epoch": 3} if suffix == ".ckpt" else state, path)
-    model = make()
+def initialized(model, path):
+    """How many weights of a model are 7 after it was initialized from a file."""
     weight_files.initialize(fakes.accelerator(), model, str(path))
-    assert all((value == 7).all() for value in model.state_dict().values())
+    return sum(bool((value == 7).all()) for value in model.parameters())
+
+
+def test_a_last_layer_of_another_size_keeps_its_weights(tmp_path, capsys):
+    file = tmp_path / "weights.safetensors"
+    save_file(sevens(), file)
+    keeps = "; the last layer, for other classes, keeps its initial weights: 2.weight, 2.bias\n"
+    for classes, loaded, end in ((3, 4, f"{file}\n"), (7, 2, keeps)):
+        model = build(classes)
+        assert initialized(model, file) == loaded and (model[0].bias == 7).all()
+        said = capsys.readouterr().out
+        assert said.startswith(f"{loaded} of 4 tensors initialized from {file}")
+        assert said.endswith(end)
+
+
+def test_the_prefix_of_a_wrapper_does_not_matter(tmp_path):
+    prefixes = {
+        ".pth": "",
+        ".pt": "model.",
+        ".ckpt": "module._orig_mod.",
+        ".safetensors": "module.",
+    }
+    for suffix, prefix in prefixes.items():
+        path, state = tmp_path / f"weights{suffix}", sevens(prefix)
+        if suffix == ".safetensors":
+            save_file(state, path)
+        else:
+            torch.save({"state_dict": state, "epoch": 3} if suffix == ".ckpt" else state, path)
+        assert initialized(build(), path) == initialized(Wrapped(), path) == 4
 
 
 def test_a_file_that_holds_anything_else_is_one_line_and_executes_nothing(tmp_path):
@@ -101,7 +102,7 @@ class Tied(torch.nn.Module):
         self.norm = torch.nn.LayerNorm(4)
 
 
-def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path, capsys):
+def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path):
     model = Tied()
     files.write_weights(tmp_path, model, {})
     saved = load_file(tmp_path / "model.safetensors")
@@ -110,8 +111,7 @@ def test_tied_weights_are_exported_under_both_names_and_read_from_one(tmp_path, 
         once = {name: value for name, value in saved.items() if name != removed}
         save_file(once, tmp_path / "once.safetensors")
         other = Tied()
-        weight_files.initialize(fakes.accelerator(), other, tmp_path / "once.safetensors")
-        assert "4 of 4 tensors initialized" in capsys.readouterr().out
+        initialized(other, tmp_path / "once.safetensors")
         assert torch.equal(other.head.weight, model.embed.weight)
         assert other.head.weight is other.embed.weight
 
@@ -125,6 +125,8 @@ def test_the_final_weights_of_a_run(tmp_path, monkeypatch):
     files.write_weights(str(tmp_path), model, {"b": 1, "a": [2]})
     assert os.listdir(tmp_path) == [file.name]
     assert synced == [str(tmp_path / ".model.safetensors.writing"), str(tmp_path)]
+    (tmp_path / "another").touch()
+    assert file.stat().st_mode == (tmp_path / "another").stat().st_mode
     before = file.read_bytes()
     files.write_weights(tmp_path, model, {"a": [2], "b": 1})
     assert file.read_bytes() == before
@@ -146,25 +148,28 @@ def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path
         writing.mkdir(parents=True)
         save_file({"module.bias": torch.full((1,), float(step))}, writing / "model.safetensors")
         record = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
-        manifest.complete(writing, writing.with_name(f"step_{step:08d}"), record)
+        folder = writing.with_name(f"step_{step:08d}")
+        manifest.complete(writing, folder, record)
         saved = weight_files.read(tmp_path)
         assert saved.state["bias"].tolist() == [step] and saved.config == {"width": step}
         assert saved.run == tmp_path and saved.state.keys() == {"bias"}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="of a sharded run: finish the run and give its folder"):
+        weight_files.read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_another_model_is_refused(tmp_path):
+    file = tmp_path / "a.safetensors"
+    for state, says in (
         ({"0.bias": None}, r" holds another model: 0.bias is missing there and \[5\] here"),
         ({"0.bias": torch.zeros(6)}, r" 0.bias is \[6\] there and \[5\] here"),
         ({"extra": torch.zeros(6)}, r"extra is \[6\] there and missing here"),
-        ("backbone.", r"the first weight there is backbone\.0\."),
-    ],
-)
-def test_another_model_is_refused(change, says, tmp_path):
-    model, file = build(), tmp_path / "a.safetensors"
-    state = sevens(change) if isinstance(change, str) else sevens() | change
-    save_file({name: value for name, value in state.items() if value is not None}, file)
-    with pytest.raises(UserError, match=f"^--init_from [^\n]*{says}[^\n]*\\Z"):
-        weight_files.initialize(fakes.accelerator(), model, file)
-    assert equal(model, build())
+        (sevens("backbone."), r"the first weight there is backbone\.0\."),
+    ):
+        changed = state if len(state) > 1 else sevens() | state
+        save_file({name: value for name, value in changed.items() if value is not None}, file)
+        model = build()
+        with pytest.raises(UserError, match=f"^--init_from [^\n]*{says}[^\n]*\\Z"):
+            initialized(model, file)
+        pairs = zip(model.parameters(), build().parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)

@@ -54,13 +54,10 @@ class Split:
 
     def mean_and_std(self):
         """Mean and standard deviation, float32 [3], of uint8 values in the first 10,000 images."""
-        # Counts how often each of the 256 levels occurs: exact, and faster than a copy in float32.
-        channels = self.images[:10_000].unbind(1)
-        counts = [torch.bincount(channel.flatten(), minlength=256) for channel in channels]
-        share, levels = torch.stack(counts).double(), torch.arange(256.0, dtype=torch.float64)
-        share /= share.sum(1, keepdim=True)
-        mean = share @ levels
-        variance = (share * (levels - mean[:, None]).square()).sum(1)
+        values = self.images[:10_000].int()  # whose sums are exact
+        count = values[:, 0].numel()
+        mean = values.sum((0, 2, 3)).double() / count
+        variance = values.square().sum((0, 2, 3)).double() / count - mean.square()
         return mean.float(), variance.clamp(min=1).sqrt().float()  # a channel may be constant
 
 

@@ -5,7 +5,6 @@ loader share. The images stay encoded, and are read when they are needed.
 """
 
 import contextlib
-import functools
 import hashlib
 import io
 import os
@@ -36,18 +35,14 @@ class Files:
     def __init__(self, root, names):
         # An array, whose memory the workers of a data loader share. That of Python objects is
         # copied into every worker, because each access changes their reference counts.
-        self.root, self._names = root, np.array([os.fsencode(name) for name in names], np.bytes_)
+        self.place, self._names = f"{root}/", np.array([os.fsencode(name) for name in names], "S")
 
     def __len__(self):
         return len(self._names)
 
     def read(self, row, most=None):
         """The bytes of a file: arguments and errors as for `read_regular`."""
-        return read_regular(self.name(row), most)
-
-    def name(self, row):
-        """The path of a file."""
-        return f"{self.root}/{self.portable_name(row)}"
+        return read_regular(self.place + self.portable_name(row), most)
 
     def portable_name(self, row):
         """The path in the folder of the data set, which differs between machines."""
@@ -56,8 +51,9 @@ class Files:
     @cached_property
     def _stamps(self):
         """The size in bytes and the time of change of each file, int64 [files, 2]; -1: none."""
-        stamps = [stamp(self.name(row)) or (None, -1, -1) for row in range(len(self))]
-        return np.array([known[1:] for known in stamps], dtype=np.int64).reshape(-1, 2)
+        paths = [self.place + self.portable_name(row) for row in range(len(self))]
+        stamps = [(stamp(path) or (path, -1, -1))[1:] for path in paths]
+        return np.array(stamps, dtype=np.int64).reshape(-1, 2)
 
     @property
     def sizes(self):
@@ -67,7 +63,7 @@ class Files:
     @cached_property
     def version(self):
         """A value (str) that changes when a file does, for this machine only."""
-        digest = hashlib.sha256(os.fsencode(os.path.abspath(self.root)))
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(self.place)))
         digest.update(self._names.tobytes())
         digest.update(self._stamps.tobytes())
         return digest.hexdigest()
@@ -84,7 +80,7 @@ class Rows:
     """
 
     def __init__(self, rows, place, version):
-        self._rows, self._place, self.version = rows, place, version
+        self._rows, self.place, self.version = rows, f"{place}, ", version
 
     def __len__(self):
         return len(self._rows)
@@ -98,10 +94,6 @@ class Rows:
         if data is None:
             raise ValueError("the row has no image")
         return data[:most]
-
-    def name(self, row):
-        """The row as messages name it."""
-        return f"row {row} of {self._place}"
 
     def portable_name(self, row):
         """The row, without the table, which may have another path on each machine."""
@@ -162,8 +154,8 @@ class Images:
             raise BadImage(getattr(error, "strerror", None) or str(error)) from None
 
     def name(self, index):
-        """The path of an image, or the row and the split in which it is."""
-        return self.source.name(self.rows[index])
+        """The path of an image, or the split and the row in which it is."""
+        return self.source.place + self.portable_name(index)
 
     def portable_name(self, index):
         """The name of an image that is the same on every machine."""
@@ -247,11 +239,14 @@ class Encoded:
         """
         image, is_jpeg = self._image, self._image.format in ("JPEG", "MPO")
         plain = image.mode in ("RGB", "L") and self._orientation == 1
-        if is_jpeg and plain and reduction == 1 and (decode := _jpeg_decoder()):
-            # The same pixels as from Pillow, in two thirds of the time. Of damaged data Pillow,
-            # below, says what is wrong.
-            with contextlib.suppress(RuntimeError):
-                return decode(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
+        if is_jpeg and plain and reduction == 1:
+            # The same pixels as from Pillow, in two thirds of the time; deprecated in torchvision
+            # 0.29. Imported here, which takes almost a second. Pillow says what is damaged, below.
+            with contextlib.suppress(ImportError, RuntimeError):
+                from torchvision.io import ImageReadMode, decode_jpeg
+
+                data = torch.frombuffer(bytearray(self._data), dtype=torch.uint8)
+                return decode_jpeg(data, mode=ImageReadMode.RGB)
         if is_jpeg and reduction > 1:
             image.draft(image.mode, (image.width // reduction, image.height // reduction))
         image = _rgb(ImageOps.exif_transpose(image) if self._orientation != 1 else image)
@@ -276,19 +271,6 @@ def _orientation(image):
         with contextlib.suppress(Exception):  # whatever the reader of damaged data stumbles over
             orientation = image.getexif().get(ORIENTATION, 1)
     return orientation
-
-
-@functools.cache
-def _jpeg_decoder():
-    """The decoder of torchvision, or None: it is deprecated since 0.29.
-
-    Imported when the first JPEG is decoded, because the import takes almost a second.
-    """
-    try:
-        from torchvision.io import ImageReadMode, decode_jpeg
-    except ImportError:
-        return None
-    return functools.partial(decode_jpeg, mode=ImageReadMode.RGB)
 
 
 def _rgb(image):

@@ -180,7 +180,7 @@ def find_arrays(name, path, class_names=None):
         UserError: it is damaged, or does not hold such arrays.
     """
     try:
-        with np.load(regular_file(path), allow_pickle=False) as file:
+        with np.load(regular_file(path)) as file:
             keys = file.files
             wanted = [key for key in keys if key.split("_")[0] in (*SPLITS, "class")]
             arrays = {key: file[key] for key in wanted}

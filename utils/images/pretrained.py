@@ -31,21 +31,13 @@ def check_name(name):
         )
 
 
-def check_sizes(name, sizes):
-    """Raises UserError if the model cannot take images of one of these sizes; computes nothing.
-
-    Args: sizes (dict): what the message calls it -> pixels, or None: not given.
-    """
-    sizes = {flag: size for flag, size in sizes.items() if size}
-    if not sizes:
-        return
-    model = without_weights(name)
-    for flag, size in sizes.items():
-        try:
-            model(torch.empty(2, 3, size, size, device="meta"))
-        except (RuntimeError, ValueError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{flag} {size}: not a size for {name} ({reason})") from None
+def check_size(name, size):
+    """Raises UserError if the model cannot take images of so many pixels; computes nothing."""
+    try:
+        without_weights(name)(torch.empty(2, 3, size, size, device="meta"))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--image_size {size}: not a size for {name} ({reason})") from None
 
 
 def without_weights(name):
@@ -94,17 +86,16 @@ def find(name, choice):
     return enum[short] if short in enum.__members__ else enum.DEFAULT
 
 
-def preprocessing(found, size=None, resize=None):
+def preprocessing(found, size=None):
     """Finds out what is done to an image before the model sees it, as these weights were trained.
 
     Args:
         found: what `find` returned.
         size (int | None): pixels of the model's input; None: as the weights have it, or 224.
-        resize (int | None): of the shorter side before the crop; None: in the same proportion.
 
     Returns:
-        dict: `resize`, `crop` in pixels; `interpolation`; `mean`, `std`, for values from 0 to 1.
-        Raises UserError if `resize` is less than the crop.
+        dict: `resize` (of the shorter side) and `crop` in pixels; `interpolation`; `mean`, `std`,
+        for values from 0 to 1.
     """
     values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
     if isinstance(found, Path):
@@ -118,12 +109,7 @@ def preprocessing(found, size=None, resize=None):
             values["interpolation"] = "bilinear"
     if size:
         values |= dict(resize=round(size * values["resize"] / values["crop"]), crop=size)
-    if resize and resize < values["crop"]:
-        raise UserError(
-            f"eval_resize {resize} is less than the {values['crop']} pixels of the crop "
-            "(--image_size)"
-        )
-    return values | ({"resize": resize} if resize else {})
+    return values
 
 
 def initialize(accelerator, model, config, choice):

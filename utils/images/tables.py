@@ -195,7 +195,7 @@ def _source(table, column, place):
     for row, value in enumerate(_values(rows, column)):
         file = os.path.abspath(value["path"] or "") if value else ""
         if not file.startswith(caches):
-            raise UserError(f"row {row} of {place} has no image, only {value}: remove it")
+            raise UserError(f"{place}, row {row} has no image, only {value}: remove it")
         files.append(file)
     root = os.path.commonpath(list(map(os.path.dirname, files)))
     return Files(root, [file.removeprefix(root).lstrip("/") for file in files])

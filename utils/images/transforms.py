@@ -1,13 +1,11 @@
-"""From encoded images to whole batches: transforms of images; Mixup and CutMix of a batch.
+"""From encoded images to whole batches.
 
-What happens to an image is a deterministic function of the seed, the epoch and its id, and what is
-mixed one of the seed, the step and the positions in the global batch.
+What happens to an image is a deterministic function of the seed, the epoch and its id.
 """
 
 import sys
 
 import torch
-from torch.nn.functional import one_hot
 from torch.utils.data import Dataset, get_worker_info
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
@@ -28,59 +26,49 @@ def reduction_for(width, height, wanted_width, wanted_height):
     return 1
 
 
-def shrink(image, side, interpolation="bilinear"):
-    """Scales an image so that its shorter side has `side` pixels: uint8 [3, height, width].
-
-    A JPEG is decoded to twice that size or more, which changes what is left after scaling by less
-    than a level on average. Raises BadImage if the data is damaged, or if the longer side is more
-    than `LONGEST` times the shorter.
-    """
-    if max(image.width, image.height) > LONGEST * min(image.width, image.height):
-        raise BadImage(f"it is {image.width} x {image.height} pixels, too long: cut it")
-    pixels = image.pixels(reduction_for(image.width, image.height, 2 * side, 2 * side))
-    if min(pixels.shape[1:]) == side:
-        return pixels
-    return F.resize(pixels, [side], InterpolationMode(interpolation), antialias=True)
-
-
 class EvalTransform:
     """Scales the shorter side to `resize` pixels and crops the center to `crop` x `crop`."""
 
     def __init__(self, preprocess):
         """Args: preprocess (dict): as `pretrained.preprocessing` returns it."""
         self.size, self._resize = preprocess["crop"], preprocess["resize"]
-        self._interpolation = preprocess["interpolation"]
+        self._interpolation = InterpolationMode(preprocess["interpolation"])
 
     def __call__(self, image, epoch=0, index=0):
-        """Returns uint8 [3, crop, crop]; not random."""
-        pixels = shrink(image, self._resize, self._interpolation)
+        """Returns uint8 [3, crop, crop]; not random.
+
+        A JPEG is decoded to twice the size or more, which changes what is left after scaling by
+        less than a level on average. Raises BadImage if the data is damaged, or if the longer side
+        is more than `LONGEST` times the shorter.
+        """
+        if max(image.width, image.height) > LONGEST * min(image.width, image.height):
+            raise BadImage(f"it is {image.width} x {image.height} pixels, too long: cut it")
+        wanted = 2 * self._resize
+        pixels = image.pixels(reduction_for(image.width, image.height, wanted, wanted))
+        if min(pixels.shape[1:]) != self._resize:
+            pixels = F.resize(pixels, [self._resize], self._interpolation)
         return F.center_crop(pixels, [self.size, self.size])
 
 
 class TrainTransform:
-    """A random part of the image, scaled; flipped, changed in color and shape, and partly erased.
+    """A random part of the image, scaled; flipped, and changed in color and shape.
 
     Args:
         seed (int): of the run.
-        preprocess (dict): `crop`, height and width of the result in pixels; `interpolation`; and
-            `mean`, which becomes the color of erased pixels.
+        preprocess (dict): `crop`, height and width of the result in pixels; `interpolation`.
         min_scale (float): the smallest part, as a share of the area.
-        flip, random_erasing (float): probabilities.
+        flip (float): probability.
         auto_augment (str): `trivial` (TrivialAugmentWide, arXiv:2103.10158), `rand` (RandAugment,
             arXiv:1909.13719) or `none`.
     """
 
-    def __init__(
-        self, seed, preprocess, *, min_scale=0.08, flip=0.5, auto_augment="none", random_erasing=0.0
-    ):
+    def __init__(self, seed, preprocess, *, min_scale=0.08, flip=0.5, auto_augment="none"):
         self.size, self._seed, self._flip = preprocess["crop"], seed, flip
         self._interpolation = InterpolationMode(preprocess["interpolation"])
         self._crop = v2.RandomResizedCrop(self.size, scale=(min_scale, 1.0))
         choices = {"trivial": v2.TrivialAugmentWide, "rand": v2.RandAugment, "none": None}
         choice = choices[auto_augment]
         self._augment = choice(interpolation=self._interpolation) if choice else None
-        color = [round(255 * value) for value in preprocess["mean"]]
-        self._erase = v2.RandomErasing(random_erasing, value=color) if random_erasing else None
 
     def __call__(self, image, epoch, index):
         """Transforms an image (Encoded) to uint8 [3, size, size].
@@ -94,13 +82,13 @@ class TrainTransform:
         part = self._crop.make_params([whole])
         reduction = reduction_for(part["width"], part["height"], self.size, self.size)
         pixels = _cut_out(image.pixels(reduction), part, image)
-        pixels = F.resize(pixels, [self.size, self.size], self._interpolation, antialias=True)
+        pixels = F.resize(pixels, [self.size, self.size], self._interpolation)
         if torch.rand(()) < self._flip:
             pixels = F.horizontal_flip(pixels)
         if self._augment is not None:
             # As a Pillow image: rotations and shears then take a third of the time.
             pixels = F.pil_to_tensor(self._augment(F.to_pil_image(pixels)))
-        return self._erase(pixels) if self._erase is not None else pixels
+        return pixels
 
 
 def _cut_out(pixels, part, image):
@@ -113,59 +101,6 @@ def _cut_out(pixels, part, image):
     pixels = pixels[:, top : top + rows, left : left + columns]
     # A view of the whole would be scaled on the slow path, to another memory format.
     return pixels.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-
-
-class Mix:
-    """Mixes each image with its partner in the global batch, where positions 2k and 2k + 1 pair up.
-
-    The method, the share and the box are a deterministic function of the seed and the step, so they
-    are the same for the whole global batch. A process has both images of a pair if it has an even
-    number of consecutive images.
-    """
-
-    def __init__(self, mixup, cutmix, classes, seed):
-        """
-        Args:
-            mixup, cutmix (float): alphas of Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899);
-                0: without it.
-            classes, seed (int): number of classes; of the run.
-        """
-        pairs = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
-        methods = [method(alpha=alpha) for method, alpha in pairs if alpha]
-        self._mix, self._classes, self._seed = v2.RandomChoice(methods), classes, seed
-
-    def __call__(self, images, labels, step):
-        """Mixes the images of a micro-batch.
-
-        Args:
-            images: float [batch, channels, height, width]; the batch is even.
-            labels: int64 [batch].
-            step (int): of the optimizer.
-
-        Returns:
-            tuple: images of the same shape; the share of each class, float32 [batch, classes].
-        """
-        labels = one_hot(labels, self._classes).float()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(sample_seed(self._seed, step, -2))
-            # The library mixes a batch with itself shifted by one: of two items, each with the
-            # other. So the first images of all pairs form one item, with the channels of all of
-            # them, and the second images the other.
-            images, labels = self._mix(_fold(images), _fold(labels))
-        count = len(labels[0]) // self._classes
-        images = _unfold(images.view(2, count, -1, *images.shape[2:]))
-        images = images.contiguous(memory_format=torch.channels_last)
-        return images, _unfold(labels.view(2, count, -1))
-
-
-def _fold(x):
-    """[2 n, size, ...] -> [2, n size, ...]"""
-    return x.unflatten(0, (-1, 2)).transpose(0, 1).flatten(1, 2)
-
-
-def _unfold(x):
-    """[2, n, size, ...] -> [2 n, size, ...]"""
-    return x.transpose(0, 1).flatten(0, 1)
 
 
 class ImageBatches(Dataset):

@@ -15,6 +15,7 @@ model is given when it is used. Strings such as <|im_end|> in a text or message 
 the template writes special tokens.
 """
 
+import contextlib
 import datetime
 import functools
 import hashlib
@@ -58,14 +59,12 @@ class Document(NamedTuple):
 
     tokens: int32 [tokens].
     is_target: uint8 [tokens]; of a text, None: every token is a target.
-    answer: the number of tokens before the last answer; -1: there is none.
     bytes: of a text, the UTF-8 bytes of its tokens, without a first one that nothing predicts.
     begins: whether this is where a document begins.
     """
 
     tokens: np.ndarray
     is_target: np.ndarray | None
-    answer: int = -1
     bytes: int = 0
     begins: bool = True
 
@@ -79,7 +78,7 @@ class Document(NamedTuple):
         digest = hashlib.blake2b(self.content, digest_size=8).digest()
         digest = int.from_bytes(digest, "little", signed=True)
         targets = 0 if self.is_target is None else int(self.is_target[1:].sum())
-        return row, len(self.tokens), targets, self.answer, self.bytes, digest, self.begins
+        return row, len(self.tokens), targets, self.bytes, digest, self.begins
 
 
 class Draft(NamedTuple):
@@ -240,12 +239,11 @@ class Encoder:
         if draft.is_text:
             return self._finish_text(draft, encoded[0])
         pairs = zip(draft.parts, encoded, strict=True)
-        tokens, answer, ended = [*self._bos] if draft.begins else [], -1, True
+        tokens, ended = [*self._bos] if draft.begins else [], True
         learned = [0] * len(tokens)
         for is_answer, group in itertools.groupby(pairs, lambda pair: pair[0].is_answer):
             run, end = [token for _, tokens_of_part in group for token in tokens_of_part], 0
             if is_answer:
-                answer = len(tokens)
                 end, ended = (len(run), True) if draft.ends else self._end(run)
             tokens += run
             learned += [1] * end + [0] * (len(run) - end)
@@ -253,7 +251,7 @@ class Encoder:
             tokens += self._eos
             learned += [1] * len(self._eos)
         is_target = np.array(learned, np.uint8) | np.uint8(self.loss_on == ALL)
-        return Document(np.array(tokens, np.int32), is_target, answer)
+        return Document(np.array(tokens, np.int32), is_target)
 
     def _finish_text(self, draft, tokens):
         text = draft.parts[0].text
@@ -262,7 +260,7 @@ class Encoder:
         if draft.begins and not before:  # exact, unless several tokens make the first character
             size -= len(self.tokenizer.decode(tokens[:1]).encode())
         whole = np.array([*before, *tokens, *after], np.int32)
-        return Document(whole, None, -1, size, draft.begins)
+        return Document(whole, None, size, draft.begins)
 
     def _end(self, tokens):
         """The number of tokens of an answer; and whether the last one, such as <|im_end|>, ends it.
@@ -309,7 +307,7 @@ class ChatTemplate:
             messages (list[dict]): as `check_messages` returns them, at least one.
             where (str): names the conversation, in messages.
             tools (list | None): the tools that the template is told.
-            together (bool): all messages are one document, of which only the last answer counts.
+            together (bool): all messages are one document, which is as an answer.
 
         Returns:
             list: the parts (list) of each document; [] if there is no answer.
@@ -322,7 +320,7 @@ class ChatTemplate:
         messages = [{**self._mark(message), "role": message["role"]} for message in messages]
         tools, documents = self._mark(tools), []
         if together:
-            chains = [self._whole(messages, tools, where)]
+            chains = [[(self._render(messages, False, tools, where), True)]]
         else:
             chains = self._chains(messages, tools, where)
         for texts in chains:
@@ -363,16 +361,6 @@ class ChatTemplate:
                 chains.append([(prompt, False), answer])
             before = whole
         return chains
-
-    def _whole(self, messages, tools, where):
-        """As an element of `_chains`, with all messages, of which only the last answer is one."""
-        whole = self._render(messages, False, tools, where)
-        answers = [n for n, message in enumerate(messages) if n and message["role"] == "assistant"]
-        if answers:
-            prompt = self._render(messages[: answers[-1]], True, tools, where)
-            if whole.startswith(prompt):
-                return [(prompt, False), (whole[len(prompt) :], True)]
-        return [(whole, False)]
 
     def _render(self, messages, ask, tools, where):
         if not self._tokenizer.chat_template:
@@ -478,10 +466,9 @@ def _as_object(call):
 
 def check_tools(tools, where):
     """The tools of a row: a list, or JSON of one. Raises UserError if they are something else."""
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
-    except ValueError:
-        raise UserError(f"the tools of {where} are not JSON") from None
-    if not isinstance(tools, list | None):
-        raise UserError(f"the tools of {where} are not a list")
+    if isinstance(tools, str) and tools:
+        with contextlib.suppress(ValueError):
+            tools = json.loads(tools)
+    if tools and not isinstance(tools, list):
+        raise UserError(f"the tools of {where} are no list, or JSON of one")
     return tools or None

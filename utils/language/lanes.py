@@ -36,17 +36,16 @@ class Share:
 
     @classmethod
     def from_args(cls, args, accelerator, lanes, position=None):
-        """The share of this process. Raises UserError if the lanes cannot be divided so."""
+        """The share of this process, of lanes that divide --batch_size.
+
+        Raises:
+            UserError: the processes cannot share them evenly, or the position is one of others.
+        """
         possible = possible_processes(accelerator)
         if any(lanes % processes for processes in possible):
             raise UserError(
                 f"a stream has {lanes} lanes, which {either(possible)} processes cannot share "
                 f"evenly: use a number of processes that divides {lanes}"
-            )
-        if args.batch_size % lanes:
-            raise UserError(
-                f"a stream has {lanes} lanes, so --batch_size must be a multiple of {lanes}, not "
-                f"{args.batch_size}"
             )
         if position and len(position) != lanes:
             raise UserError(
@@ -175,7 +174,7 @@ class RowReader:
         empty_passes = 0
         while empty_passes < 2:  # the rest of a resumed pass may be empty
             empty_passes += 1
-            for document in documents(self._rows, self._encode, failure):
+            for document in _documents(self._rows, self._encode, failure):
                 if self._every or not is_held_out(bytes(document)):
                     empty_passes = 0
                     yield document
@@ -196,7 +195,7 @@ def read_held_out(name, splits, encode, size):
         UserError: the stream cannot be read, or none is held out.
     """
     whole, chosen, total = "val" in splits, [], 0
-    for document in documents(splits["val" if whole else "train"], encode, UserError):
+    for document in _documents(splits["val" if whole else "train"], encode, UserError):
         content = bytes(document)
         if whole or is_held_out(content):
             chosen.append(document)
@@ -216,7 +215,7 @@ def is_held_out(content):
     return zlib.crc32(content) % HELD_OUT_ONE_IN == 0
 
 
-def documents(rows, encode, failure):
+def _documents(rows, encode, failure):
     """Yields the document of each row that is not empty. Raises `failure` if one cannot be read."""
     number = 0
     try:

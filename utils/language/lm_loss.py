@@ -66,14 +66,13 @@ def _sum_of_losses(causal, targets, per_block, kwargs):
     targets = targets.flatten()[chosen]
     size = max(1, LOGITS // causal.config.get_text_config().vocab_size)
     parts = list(zip(hidden.split(size), targets.split(size), strict=True))
-    loss_of = functools.partial(_loss_of, causal, type(outputs))
+    losses_of = functools.partial(_losses_of, causal, type(outputs))
+    if len(parts) > 1 and torch.is_grad_enabled():
+        losses_of = functools.partial(recompute, losses_of, use_reentrant=False)
+    losses = torch.cat([losses_of(*part) for part in parts])
     if per_block:
-        losses = torch.cat([loss_of(*part, reduction="none") for part in parts])
         return (F.one_hot(chosen // length, count) * losses[:, None]).sum(0)
-    if len(parts) == 1:
-        loss = loss_of(*parts[0])
-    else:
-        loss = sum(recompute(loss_of, *part, use_reentrant=False) for part in parts)
+    loss = losses.sum()
     if balanced:  # counts as often as there are targets, as the loss itself does
         routers = {"router_logits": outputs.router_logits}
         balance = _outputs_of(causal, hidden[None, :1], type(outputs), **routers).aux_loss
@@ -100,9 +99,9 @@ def _outputs_of(causal, hidden, kind, **more):
         backbone.forward = computes
 
 
-def _loss_of(causal, kind, hidden, targets, reduction="sum"):
+def _losses_of(causal, kind, hidden, targets):
     logits = _outputs_of(causal, hidden[None], kind).logits[0].float()
-    return F.cross_entropy(logits, targets, reduction=reduction)
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 def _causal(model):

@@ -16,10 +16,9 @@ from utils.language.conversations import ANSWERS, pad_id_of
 IGNORED = -100  # a target that the loss leaves out
 PROMPT_TOKENS = 32  # of a text
 # Of a document, or of a segment of a text, all int64: the row that it is from; its tokens; of a
-# conversation, the targets after the first token, and the tokens before the last answer (-1: none);
-# of a text, the UTF-8 bytes that its targets predict; a checksum; and whether a document begins
-# with it.
-NAMES = "row length targets answer bytes digest begins".split()
+# conversation, the targets after the first token; of a text, the UTF-8 bytes that its targets
+# predict; a checksum; and whether a document begins with it.
+NAMES = "row length targets bytes digest begins".split()
 SEGMENT = np.dtype([(name, np.int64) for name in NAMES])
 DOCUMENT = np.dtype([*SEGMENT.descr, ("start", np.int64)])  # the place of its first token
 
@@ -76,9 +75,9 @@ class Blocks(torch.utils.data.Dataset):
         bytes (float | None): of texts, the UTF-8 bytes that the targets predict.
     """
 
-    def __init__(self, stream, pieces, block_size, pad_id, bytes=None, answers=None):
+    def __init__(self, stream, pieces, block_size, pad_id, bytes=None):
         self.stream, self.pieces, self.block_size, self.pad_id = stream, pieces, block_size, pad_id
-        self.bytes, self._answers = bytes, answers
+        self.bytes = bytes
         count = int(pieces.blocks[-1]) + 1 if len(pieces.blocks) else 0
         self._firsts = np.searchsorted(pieces.blocks, np.arange(count + 1))
         self.tokens, self.target_tokens = int(pieces.lengths.sum()), int(pieces.targets.sum())
@@ -115,7 +114,7 @@ class Blocks(torch.utils.data.Dataset):
         kept = np.isin(self.pieces.blocks, indices)
         *columns, blocks = (column[kept] for column in self.pieces)
         pieces = Pieces(*columns, np.searchsorted(indices, blocks))
-        some = Blocks(self.stream, pieces, self.block_size, self.pad_id, answers=self._answers)
+        some = Blocks(self.stream, pieces, self.block_size, self.pad_id)
         some.bytes = self.bytes and self.bytes * some.target_tokens / self.target_tokens
         return some
 
@@ -131,20 +130,25 @@ class Blocks(torch.utils.data.Dataset):
 
         Returns:
             list[tuple]: the token ids of the prompt, and of the answer (list[int]). Of a
-            conversation, the prompt is all before its last answer, with what asks for one; of a
-            text, the first tokens of a piece, and the answer is None.
+            conversation that is not cut off, the prompt is all before its last answer, with what
+            asks for one. Of a text, or if all is learned: the first tokens, and None.
         """
-        if self._answers is None:
-            starts, lengths = self.pieces.starts, self.pieces.lengths
-            chosen = np.flatnonzero(lengths >= min(PROMPT_TOKENS, lengths.max(initial=0)))[:count]
-            sizes = np.minimum(lengths[chosen], PROMPT_TOKENS)
-            pairs = zip(starts[chosen], sizes, strict=True)
-            return [(self.stream.tokens[start : start + n].tolist(), None) for start, n in pairs]
+        starts, lengths, is_target = self.pieces.starts, self.pieces.lengths, self.stream.is_target
+        if is_target is None:
+            chosen = np.flatnonzero(lengths >= min(PROMPT_TOKENS, lengths.max(initial=0)))
+        else:
+            chosen = np.flatnonzero(lengths < self.block_size)
         prompts = []
-        for start, length, answer in self._answers[:count]:
-            tokens = self.stream.tokens[start : start + length]
-            learned = self.stream.is_target[start + answer : start + length].astype(bool)
-            prompts.append((tokens[:answer].tolist(), tokens[answer:][learned].tolist()))
+        for piece in chosen[np.argsort(starts[chosen], kind="stable")][:count]:
+            run = slice(starts[piece], starts[piece] + lengths[piece] + 1)
+            tokens, begin = self.stream.tokens[run].tolist(), 0
+            if is_target is not None:
+                learned = is_target[run]
+                begin = end = np.flatnonzero(learned)[-1] + 1
+                while begin and learned[begin - 1]:
+                    begin -= 1
+            first = tokens[: begin or min(PROMPT_TOKENS, lengths[piece])]
+            prompts.append((first, tokens[begin:end] if begin else None))
         return prompts
 
 
@@ -188,7 +192,7 @@ def join_segments(segments):
     """The DOCUMENT array of a SEGMENT array, whose elements follow each other in a stream."""
     first = np.flatnonzero(segments["begins"])
     documents = np.zeros(len(first), DOCUMENT)
-    for name in ("row", "answer", "begins"):
+    for name in ("row", "begins"):
         documents[name] = segments[name][first]
     documents["start"] = (np.cumsum(segments["length"]) - segments["length"])[first]
     for name in ("length", "targets", "bytes", "digest"):
@@ -248,9 +252,7 @@ def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
     order = chosen[by_block]
     starts = documents["start"][order]
     pieces = Pieces(starts, positions[order], targets[order], blocks[by_block])
-    answers = _first_answers(documents, kept & ~long)
-    blocks = Blocks(stream, pieces, block_size, pad_id, answers=answers)
-    return blocks, counts
+    return Blocks(stream, pieces, block_size, pad_id), counts
 
 
 def best_fit(lengths, size):
@@ -278,10 +280,3 @@ def best_fit(lengths, size):
             waiting[rest].append(chosen)
             spaces |= 1 << rest
     return bins
-
-
-def _first_answers(documents, kept, count=1000):
-    """The place, the length, and the tokens before the last answer of the first documents."""
-    first = np.flatnonzero(kept & (documents["answer"] > 0))[:count]
-    columns = documents["start"], documents["length"], documents["answer"]
-    return list(zip(*(column[first].tolist() for column in columns), strict=True))

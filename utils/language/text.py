@@ -1,30 +1,26 @@
-"""Loads text as bytes, mapped into memory or as a stream, and splits it into windows.
+"""Loads text as bytes, mapped into memory, and splits it into windows.
 
 A window has `block_size + 1` bytes: the inputs are all but the last, the targets are all but the
 first.
 """
 
 import random
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from utils.data.sharing import cached, map_bytes
-from utils.language import lanes
 from utils.language.rows import ALTERNATIVES, check_unicode, checksum, open_rows, reading
 from utils.run.failures import UserError
 
-HELD_OUT_BYTES = 1 << 20  # bytes of a stream that are held out for evaluation
-
 
 class Text(NamedTuple):
-    """A text, uint8 [bytes], to train on (None: a stream) and held out; lines about it.
+    """A text, uint8 [bytes], to train on and held out; lines about it.
 
     `description` has a checksum.
     """
 
-    train: torch.Tensor | None
+    train: torch.Tensor
     held_out: torch.Tensor
     description: str
     details: list
@@ -112,13 +108,13 @@ def read_splits(name, column, seed=0, **options):
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    table, texts = _open(name, column, **options), {}
+    wanted = f"{column}: give --text_column, if the text has another name"
+    table, texts = open_rows(name, {"text": (column,)}, wanted, **options), {}
     for split, rows in table.splits.items():
         if rows.in_memory:
             texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)
         else:
-            documents = lanes.documents(rows, partial(_encode, column), UserError)
-            texts[split] = cached("text", documents, [column, rows.fingerprint])
+            texts[split] = cached("text", _join(rows, column), [column, rows.fingerprint])
     return texts, table.details
 
 
@@ -134,18 +130,14 @@ def _map(file):
         return map_bytes(file)
 
 
-def _open(name, column, **options):
-    wanted = f"{column}: give --text_column, if the text has another name"
-    return open_rows(name, {"text": (column,)}, wanted, **options)
-
-
-def _encode(column, row, where):
-    """The text of a row with a newline at its end, as bytes."""
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise UserError(f"{where} is not text but {type(text).__name__}")
-    check_unicode(text, where)
-    return (text if text.endswith("\n") else f"{text}\n").encode()
+def _join(rows, column):
+    """Yields the text of each row with a newline at its end, as bytes."""
+    for number, row in enumerate(rows):
+        text, where = row.get(column), f"row {number} of {rows.where}"
+        if not isinstance(text, str):
+            raise UserError(f"{where} is not text but {type(text).__name__}")
+        check_unicode(text, where)
+        yield (text if text.endswith("\n") else f"{text}\n").encode()
 
 
 def synthetic_text(seed, sentences=4000):
@@ -168,62 +160,3 @@ def synthetic_text(seed, sentences=4000):
             sentence.append(rng.choice(after[sentence[-1]]))
         lines.append(" ".join(sentence).capitalize() + ".\n")
     return "".join(lines).encode()
-
-
-# --------------------------------------------------------------------------------------- streams
-
-
-def load_held_out(name, column):
-    """Reads what `lanes.read_held_out` finds of a stream, at most about `HELD_OUT_BYTES`.
-
-    Returns:
-        Text: without a text to train on. The checksum is of the held-out text; of local files also
-        of their names, sizes and first bytes.
-
-    Raises:
-        UserError: the stream cannot be read, has no such column, or holds out too little text.
-    """
-    splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
-    documents = lanes.read_held_out(name, splits, encode, HELD_OUT_BYTES)
-    joined = b"".join(documents)
-    text = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
-    if len(text) < 2:
-        raise UserError(f"--dataset {name} holds out {len(text)} bytes: too few")
-    size = f"a stream, of which {len(text):,} bytes are held out"
-    short = checksum(joined, splits["train"].fingerprint.encode())
-    return Text(None, text, f"{size} (fingerprint {short})", [])
-
-
-def stream_windows(name, column, block_size, share, buffer, seed):
-    """Opens this process' share of an endless, shuffled stream of windows, a `lanes.LaneStream`.
-
-    The lanes are parts of the data by files, if the number of files is a multiple of theirs, else
-    by rows. The end of a buffer, which fills no window, is left out. Raises UserError if it
-    cannot be opened.
-
-    Args:
-        share (lanes.Share): what this process reads.
-        buffer (int): windows among which a lane shuffles, or a few more.
-    """
-
-    def open_lane(number):
-        splits, encode = _open(name, column, streaming=True).splits, partial(_encode, column)
-        reader = lanes.RowReader(splits, number, share.lanes, encode)
-        return lanes.Lane(reader, partial(_cut, block_size), buffer * block_size + 1, number, seed)
-
-    return lanes.LaneStream(open_lane, share, _collate)
-
-
-def _cut(block_size, documents):
-    """Windows, uint8 [windows, block_size + 1]: each begins with the last byte before it."""
-    text = torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
-    return text.unfold(0, block_size + 1, block_size)
-
-
-def _collate(windows):
-    windows = torch.stack(windows).long()
-    return {
-        "inputs": windows[:, :-1].contiguous(),
-        "targets": windows[:, 1:].contiguous(),
-        "ids": torch.arange(len(windows)),
-    }

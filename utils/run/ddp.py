@@ -17,7 +17,8 @@ def warm_up(models, compute_loss):
     mean a different order of summation, and the last bits differ. Two backward passes make every
     run, new or resumed, use the final buckets from its first real step on. Buffers are restored,
     and weights do not change. This also runs on a single process, so that mistakes show up there:
-    a notice names a parameter without a gradient (UserError, if DDP would refuse it).
+    a notice names a parameter without a gradient (UserError, if DDP would refuse it), and a buffer
+    that a checkpoint would not have.
 
     Args:
         models: as `prepare` returned it; or a list of all models that take part, as of a GAN.
@@ -34,10 +35,16 @@ def warm_up(models, compute_loss):
                 _check_gradients(model)
             model.zero_grad()
     for model, before in zip(models, buffers, strict=True):
+        saved = model.state_dict().keys()
         for name, value in model.named_buffers():
-            # Others were made in the forward pass.
-            if name in before and value.shape == before[name].shape:
-                value.copy_(before[name])
+            if name not in before or value.shape != before[name].shape:  # made in the forward pass
+                continue
+            if name not in saved and process.is_main() and not torch.equal(value, before[name]):
+                notice(
+                    f"the buffer {name} changes in the forward pass, and a restart begins with its "
+                    "first value: register it with persistent=True"
+                )
+            value.copy_(before[name])
 
 
 def _check_gradients(model):

@@ -41,26 +41,9 @@ class Saved(NamedTuple):
     run: Path
 
 
-def load(file):
-    """The tensors (dict) in a file, by plain name, and the config of the model (dict | None)."""
-    if file.suffix in PICKLES:
-        return _load_pickle(file), None
-    if not file.exists() and manifest.read(file.parent):
-        raise UserError(
-            "only scripts/evaluate.py reads a checkpoint of a sharded run: finish the run, then "
-            "give its folder"
-        )
-    with safe_open(regular_file(file), framework="pt") as opened:
-        state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        config = json.loads((opened.metadata() or {}).get("config", "null"))
-    return unwrapped(state), config
-
-
-def read(path, load=load):
+def read(path):
     """Reads weights from a `.safetensors`, `.pth` or `.pt` file, or the `model.safetensors` of a
     run's folder or one of its checkpoints.
-
-    Args: load: reads the file; `utils.checkpoint_weights` has one for sharded checkpoints.
 
     Returns:
         Saved: the weights, the config of the model, and the arguments of the run.
@@ -70,13 +53,18 @@ def read(path, load=load):
     """
     file = _find(Path(path))
     try:
-        state, config = load(file)
+        state, config = _load_pickle(file) if file.suffix in PICKLES else _load_safetensors(file)
     except Exception as error:  # a damaged pickle raises errors of any type
         reason = str(error).partition("\n")[0] or type(error).__name__
-        if isinstance(error, FileNotFoundError):
-            reason = "no such file"
-        elif isinstance(error, UnpicklingError):
+        if isinstance(error, UnpicklingError):
             reason = f"it would execute code when loaded: {reason}"
+        elif isinstance(error, FileNotFoundError):
+            reason = "no such file"
+            if manifest.read(file.parent):
+                reason = (
+                    "the checkpoint is of a sharded run: finish the run and give its folder, or "
+                    "make a file of it by `accelerate merge-weights`"
+                )
         raise UserError(f"cannot read weights from {file}: {reason}") from None
     return _described(file, state, config)
 
@@ -198,8 +186,16 @@ def unwrapped(state):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
 
 
+def _load_safetensors(file):
+    """The tensors (dict) in a file, by plain name, and the config of the model (dict | None)."""
+    with safe_open(regular_file(file), framework="pt") as opened:
+        state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        config = json.loads((opened.metadata() or {}).get("config", "null"))
+    return unwrapped(state), config
+
+
 def _load_pickle(file):
-    """The weights in a file of `torch.save`, which may hold more; executes no code."""
+    """The weights in a file of `torch.save`, which may hold more; executes no code; no config."""
     state = torch.load(regular_file(file), map_location="cpu", weights_only=True)
     for key in ENTRIES:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
@@ -207,4 +203,4 @@ def _load_pickle(file):
     values = state.values() if isinstance(state, dict) and state else [None]
     if not all(isinstance(value, torch.Tensor) for value in values):
         raise ValueError("it does not hold the weights of a model by their names")
-    return unwrapped(state)
+    return unwrapped(state), None

@@ -31,24 +31,22 @@ def runs(draw):
         "norm": (draw(rarely), draw(rank), draw(value)),
         "weight": (draw(rarely), draw(rank), draw(value)),
         "signal": (draw(st.none() | step), draw(rank)),
-        "asked": draw(st.none() | step),
-        "late": draw(st.booleans()),
         "checks": draw(st.sets(st.integers(0, STEPS), max_size=3)),
     }
 
 
 class Voter:
-    """Asks for a save, as the watchdog does; `save`: the processes have heard of it."""
+    """Votes, as the watchdog does, and hears the maxima of all processes."""
 
-    def __init__(self):
-        self.asks, self.save, self.checked = False, False, []
+    def __init__(self, rank, size):
+        self.rank, self.size, self.heard, self.checked = rank, size, 0, []
 
     def votes(self):
-        asks, self.asks = self.asks, False
-        return [int(asks)]
+        return [self.rank, -self.rank]
 
     def hear(self, votes):
-        self.save |= bool(votes[0])
+        assert votes == [self.size - 1, 0]
+        self.heard += 1
 
     def check(self, model):
         self.checked.append(model)
@@ -56,7 +54,7 @@ class Voter:
 
 def train(happens, watched, rank):
     """The steps after which this process saved, and the one after which it stopped, or the error."""
-    saved, model, voter = [], nn.Linear(1, 2), Voter()
+    saved, model, voter = [], nn.Linear(1, 2), Voter(rank, happens["size"])
     watched.attach(voter)
     if 0 in happens["checks"]:
         watched.check(model)
@@ -64,8 +62,6 @@ def train(happens, watched, rank):
     try:
         for step in range(1, STEPS + 1):
             guard.process.signaled |= happens["signal"] == (step, rank)
-            asks = rank == 0 and happens["asked"] == step
-            voter.asks |= asks and not happens["late"]
             losses, norm = [torch.tensor(0.5), torch.tensor(0.25)], None
             at, on, value, part = happens["loss"]
             if (at, on) == (step, rank):
@@ -81,12 +77,11 @@ def train(happens, watched, rank):
             stops = watched.should_stop(step, losses, ids, norm)
             assert stops == guard.process.stopping
             assert watched.step == step and watched.agreed in (step, step - 1)
-            voter.asks |= asks and happens["late"]
-            if stops or voter.save or step in happens["checks"]:
+            if stops or step in happens["checks"]:
                 watched.check(model)
                 assert voter.checked.pop() is model
-                voter.save = False  # the save that follows is the one
                 saved.append(step)
+            assert voter.heard >= step - 1
             if stops:
                 return saved, step, None
     except RunFailed as error:
@@ -101,13 +96,6 @@ def expected(happens):
     never = STEPS + 10
     stop = (happens["signal"][0] or never) + delay
     saves = {*happens["checks"], stop} - {0}
-    asked = happens["asked"] or never
-    if happens["late"] and asked not in saves:
-        asked += 1
-    elif happens["late"]:  # the save of that step is the one
-        asked = never
-    if asked not in saves or not delay:
-        saves.add(asked + delay)
     bad = {"loss at": happens["loss"][0] or never}
     if happens["norms"] and happens["scaler"] is None:
         bad["gradient norm at"] = happens["norm"][0] or never

@@ -137,10 +137,9 @@ def test_nonsense_is_refused_in_one_line_and_a_default_is_not(script, answers_of
 
 
 def test_what_a_number_must_be():
-    assert number(float, 0).most == 1e6 and number(int, 0).most == 10**9
     for domain, value, says in (
         (number(int, 1), "0", "must be an integer, at least 1 and at most 1000000000, not '0'"),
-        (number(int, 0), "7".zfill(51), "must be an integer"),
+        (number(int, 0), "7".zfill(51), "must be an integer, at least 0 and at most 1000000000"),
         (number(int, 0, below=32), "32", "at least 0 and below 32, not '32'"),
         (number(float, 0, above=True), "0", "must be above 0 and at most 1000000.0, not '0'"),
         (number(float, 0), "9" * 5000, f"not '{'9' * 40}...'"),

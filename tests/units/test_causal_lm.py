@@ -39,11 +39,10 @@ def test_the_tiny_model_has_the_documented_size_and_reads_any_text():
     )
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.convert_tokens_to_ids(names) == [256, 257, 258]
-    assert (tokenizer.pad_token, tokenizer.eos_token) == (names[0], names[2])
     config = causal_lm.load_config("tiny", tokenizer, 2048)
-    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (258, 256, None)
-    assert (len(tokenizer), config.vocab_size) == (259, 259)
-    assert tokenizer.model_max_length == config.max_position_embeddings == 2048
+    assert (tokenizer.pad_token_id, config.pad_token_id) == (256, 256)
+    assert (tokenizer.eos_token_id, config.eos_token_id, config.bos_token_id) == (258, 258, None)
+    assert len(tokenizer) == config.vocab_size == 259
     with pytest.raises(UserError, match="--block_size 2049: --model tiny has 2048 positions"):
         causal_lm.load_config("tiny", tokenizer, 2049)
     config.quantization_config = {"quant_method": "fp8"}  # new weights have none
@@ -99,6 +98,7 @@ def test_processes_of_a_sharded_run_hold_no_weights(
     used = []
     monkeypatch.setattr(causal_lm.patches, "load_shards_with", used.append)
     expected = make_model(name)
+    expected.generation_config.update(temperature=0.5, do_sample=True)
     expected.save_pretrained(tmp_path)
     both = [fakes.accelerator(2, rank, is_fsdp2=True) for rank in (0, 1)]
     options = dict(config=expected.config, from_scratch=from_scratch)
@@ -117,6 +117,9 @@ def test_processes_of_a_sharded_run_hold_no_weights(
         assert torch.equal(main.lm_head.weight, expected.lm_head.weight)
     if reads:
         assert main.config.to_dict() == other.config.to_dict()
+        assert main.generation_config.temperature == 0.5
+        assert main.name_or_path == main.config.name_or_path == str(tmp_path)
+        assert used[0].args == (causal_lm.find_weights(main, str(tmp_path)),)
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -193,7 +196,6 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
         ("own", "cannot load its configuration"),
         ("empty", "has no config.json"),
         ("lora", f"has an adapter only: .* --merge {tmp_path / 'lora'}"),
-        ("nowhere", "there is no such folder"),
         ("./nowhere", "there is no such folder"),
         ("someone/not-there", "not to be had from the Hub"),
         ("not a/name/at all", "--model not a/name/at all"),
@@ -222,9 +224,6 @@ def test_a_chat_template_is_read_from_a_file(tmp_path):
         path = str(tmp_path / f"{file}.jinja")
         with pytest.raises(UserError, match=f"cannot read --chat_template {path}: {says}"):
             causal_lm.load_tokenizer("tiny", path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=rf"--model {tmp_path}: cannot load its tokenizer \("):
-        causal_lm.load_tokenizer(str(tmp_path))
 
 
 def test_weights_are_all_in_files_of_safetensors_or_refused(tmp_path, capfd):
@@ -283,7 +282,6 @@ FLOAT, BRAIN = torch.float32, torch.bfloat16
         ({"from_scratch": True, "export_dtype": "bfloat16"}, FLOAT, BRAIN),
         ({"name": "tiny"}, FLOAT, FLOAT),
         ({"lora_rank": 4}, BRAIN, BRAIN),
-        ({"attention": "sdpa"}, FLOAT, BRAIN),
         ({"attention": "eager"}, FLOAT, BRAIN),
     ],
 )

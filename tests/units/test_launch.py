@@ -116,24 +116,6 @@ def test_the_banner(capsys, launched, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "processes", "possible", "words"),
-    [
-        ("", {"PET_NNODES": "1:4"}, 3, [3, 6, 9, 12], "3, 6, 9 or 12"),
-        ("", {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 4, [2, 4, 6, 8], "2, 4, 6 or 8"),
-        ("", {"PET_NNODES": "1:4", "GROUP_WORLD_SIZE": "2"}, 3, [3], "3"),  # machines differ
-        ("--nnodes 2:3", {"PET_NNODES": "1", "GROUP_WORLD_SIZE": "2"}, 4, [4, 6], "4 or 6"),
-        ("--nnodes 2", {"GROUP_WORLD_SIZE": "2"}, 4, [4], "4"),
-    ],
-)
-def test_the_processes_that_a_launch_can_have(
-    options, environment, processes, possible, words, launched
-):
-    launched(options, **environment)
-    assert elastic.possible_processes(accelerator(processes)) == possible
-    assert elastic.either(possible) == words
-
-
-@pytest.mark.parametrize(
     ("options", "processes", "batch", "steps", "part", "says"),
     [
         ("", 1, 32, 1, 32, "global batch 32 = 1 process x 32 samples x 1 accumulation step\n"),
@@ -191,9 +173,7 @@ TWO, LOOPBACK = {"GROUP_WORLD_SIZE": "2"}, "127.0.1.1"
         (TWO, LOOPBACK, ADDRESSES, "10.1.0.5", "ib0"),
         (TWO, None, ADDRESSES, "10.1.0.5", "ib0"),
         (TWO, LOOPBACK, ADDRESSES, "10.2.0.5", None),
-        (TWO, LOOPBACK, ADDRESSES, None, None),
         (TWO, LOOPBACK, ["lo", "eth0", "down0"], None, "eth0"),
-        (TWO, LOOPBACK, ["lo", "eth0"], "127.0.0.1", "eth0"),
         (TWO, LOOPBACK, ["lo"], "127.0.0.1", None),
     ],
 )

@@ -51,20 +51,6 @@ def started_by(monkeypatch):
     launcher.find.cache_clear()
 
 
-def test_a_launcher_is_known_by_its_program_or_module(started_by):
-    """The nearest one among the parents, also if one of these has ended."""
-    known = [["/venv/bin/" + name, "launch", "train.py"] for name in launcher.PROGRAMS]
-    known += [[PYTHON, "-u", "-m", name, "train.py"] for name in launcher.MODULES]
-    known += [TORCHRUN, [PYTHON, "-X", "faulthandler", "-u", "/venv/bin/torchrun", "train.py"]]
-    unknown = [["bash", "-c", "torchrun train.py"], ["vim", "torchrun.txt"], ["", "a", "b X"], []]
-    for words in known:
-        parents = started_by(*unknown, words, TORCHRUN)
-        assert launcher.find() is parents[4]
-    for commands in (unknown, [None, TORCHRUN]):
-        started_by(*commands)
-        assert launcher.find() is None
-
-
 def test_options_of_the_launcher(started_by):
     started_by(["bash", "--nnodes", "2"])
     assert launcher.option("--nnodes") is None

@@ -1,11 +1,8 @@
-"""When garbage is collected, and who is told how a process ends. (Launches show all else.)"""
+"""Who is waited for when a process ends, and who is told. (Launches show all else.)"""
 
-import argparse
-import gc
 import os
 import signal
 import time
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -62,33 +59,6 @@ def test_a_process_that_is_done_skips_finalization_and_no_exit_function(tmp_path
     (tmp_path / "script.py").write_text(ABORTS)
     ended = run(None, "script.py", root=tmp_path, cold=True)
     assert ended.stdout == "done\none of a library" and not ended.stderr
-
-
-def test_garbage_is_collected_again_after_the_imports():
-    def run(_rank):
-        os.environ.pop("RANK", None)
-        process.handle_signals()
-        seen = [gc.isenabled()]
-        entry.run(lambda: seen.append(gc.isenabled()))
-        return seen
-
-    assert in_forks(run) == [[False, True]]
-
-
-@pytest.mark.parametrize("installed", [True, False])  # False: in a notebook
-def test_training_starts_without_garbage(installed):
-    def run(_rank):
-        if installed:
-            process.handle_signals()
-        cycle = argparse.Namespace()
-        cycle.itself, seen = cycle, weakref.ref(cycle)
-        del cycle
-        gc.unfreeze()
-        process.training_starts()
-        return gc.get_freeze_count() > 1000, seen() is None
-
-    ((frozen, collected),) = in_forks(run)
-    assert frozen == installed and (collected or not installed)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The checkpoints that a run writes, beside the training or not.
 
-What a folder holds after any sequence of saves is in properties/test_run_folder_machine.py.
+What a folder holds after any sequence of saves, failed ones and restarts among them, is in
+properties/test_run_folder_machine.py.
 """
 
 import threading
@@ -10,8 +11,7 @@ import pytest
 from harness import fakes
 
 from utils.run import manifest
-from utils.run.failures import RunFailed
-from utils.run.saves import Best, Saves, Writer
+from utils.run.saves import Saves, Writer
 
 
 class Beside(Writer):
@@ -74,6 +74,9 @@ def test_a_checkpoint_is_written_beside_the_training(tmp_path, writer):
         [(step, figures)] = saves.lines
     assert (step, figures["written"], saves.newest_step) == (3, True, 3)
     assert 0 < figures["blocked_seconds"] < figures["seconds"]
+    save(saves, 4, wait=True)
+    [_, (_, figures)] = saves.lines
+    assert figures["blocked_seconds"] == figures["seconds"]
 
 
 def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
@@ -97,41 +100,3 @@ def test_a_write_that_fails_costs_the_checkpoint(tmp_path, writer, capsys):
     with pytest.raises(KeyError):  # nor is one of the script hidden
         save(saves_of(tmp_path), 9, error=KeyError())
     assert manifest.all_in(tmp_path) == []
-
-
-def test_failed_saves_in_a_row_end_the_run(tmp_path):
-    saves, full = saves_of(tmp_path), OSError("the disk is full")
-    save(saves, 1, error=full)
-    save(saves, 2)
-    for step in (3, 4):
-        save(saves, step, error=full, wait=True)
-    with pytest.raises(RunFailed, match=r"^3 checkpoints in a row .* is of step 2\. Make"):
-        save(saves, 5, error=full, wait=True)
-    assert [(step, line["written"]) for step, line in saves.lines][1:3] == [(2, True), (3, False)]
-
-
-@pytest.mark.parametrize("longer", [True, False])
-def test_a_restart_goes_on_where_the_run_stood(longer, tmp_path):
-    """A longer run gets new patience. An older checkpoint goes when the newer one is evaluated."""
-    for step in (2, 3):
-        before = saves_of(tmp_path)
-        save(before, step, due=True, wait=True)
-    [(_, figures)] = before.lines
-    assert figures["blocked_seconds"] == figures["seconds"]
-    saves, best = saves_of(tmp_path), Best(2)
-    saves.resume(3, True)
-    best.restore({"best": 0.5, "best_loss": 1.0, "stale": 1}, longer)
-    best.add(3, 0.5, 1.5)
-    assert saves.newest_step == 3 and best.out_of_patience() != longer
-    saves.evaluated(2, {"score": 0.1})  # of another step
-    assert len(manifest.all_in(tmp_path)) == 2
-    saves.evaluated(3, best.record(3))
-    [path] = manifest.all_in(tmp_path)
-    scores = {"score": 0.5, "loss": 1.5, "best": 0.5, "best_loss": 1.0, "stale": 2 - longer}
-    expected = scores | {"step": 3, "evaluation_due": True}
-    assert manifest.read(path)["progress"] == expected
-    saves.finish()
-    saves.evaluated(3, {"score": 0.9})  # nobody listens
-    assert manifest.read(path)["progress"] == expected
-    best.add(4, 0.5, 0.75)  # of equal scores, the lower loss
-    assert best.stale == 0

@@ -125,6 +125,8 @@ def test_the_final_weights_of_a_run(tmp_path, monkeypatch):
     files.write_weights(str(tmp_path), model, {"b": 1, "a": [2]})
     assert os.listdir(tmp_path) == [file.name]
     assert synced == [str(tmp_path / ".model.safetensors.writing"), str(tmp_path)]
+    (tmp_path / "another").touch()
+    assert file.stat().st_mode == (tmp_path / "another").stat().st_mode
     before = file.read_bytes()
     files.write_weights(tmp_path, model, {"a": [2], "b": 1})
     assert file.read_bytes() == before
@@ -146,10 +148,14 @@ def test_a_run_without_final_weights_has_those_of_its_newest_checkpoint(tmp_path
         writing.mkdir(parents=True)
         save_file({"module.bias": torch.full((1,), float(step))}, writing / "model.safetensors")
         record = {"progress": {"step": step, "config": {"width": step}}, "arguments": {}}
-        manifest.complete(writing, writing.with_name(f"step_{step:08d}"), record)
+        folder = writing.with_name(f"step_{step:08d}")
+        manifest.complete(writing, folder, record)
         saved = weight_files.read(tmp_path)
         assert saved.state["bias"].tolist() == [step] and saved.config == {"width": step}
         assert saved.run == tmp_path and saved.state.keys() == {"bias"}
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="of a sharded run: finish the run and give its folder"):
+        weight_files.read(tmp_path)
 
 
 def test_another_model_is_refused(tmp_path):

@@ -16,11 +16,8 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 import torch
-from accelerate import Accelerator
 
-from utils.run import launch
 from utils.run.collectives import run_on_all, wait_for_all
-from utils.scale import fsdp
 
 
 def anonymous():
@@ -32,8 +29,7 @@ def anonymous():
 @contextlib.contextmanager
 def growth(report, name):
     """Reports by how much the memory of this process grew at most in a block."""
-    before, stop = anonymous(), threading.Event()
-    seen = [before]
+    seen, stop = [anonymous()], threading.Event()
 
     def watch():
         while not stop.wait(0.005):
@@ -44,30 +40,24 @@ def growth(report, name):
     yield
     stop.set()
     thread.join()
-    report[name] = max(seen) - before
+    report[name] = max(seen) - seen[0]
 
 
 def main(base, out):
     from scripts import train_lm
-    from utils.language import adapters, causal_lm
 
-    sys.argv[1:] = ["--model", base, "--output_dir", out, "--block_size", "64"]
-    args = train_lm.parse_args()
-    on_cpu = launch.set_up(args, shards=True)
-    fsdp.set_up(on_cpu)
-    accelerator = Accelerator(cpu=on_cpu)
-    fsdp.configure(accelerator)
-    tokenizer = causal_lm.load_tokenizer(base)
-    config = causal_lm.load_config(base, tokenizer, 64)
+    sys.argv[1:] = ["--model", base, "--output_dir", out, "--block_size", "64", "--track", "none"]
+    args, report = train_lm.parse_args(), {}
+    accelerator, _ = train_lm.connect(args)
+    tokenizer, config, _ = train_lm.load_settings(args)
     wait_for_all(accelerator)
-    report = {}
     with growth(report, "loading"):
         model = run_on_all(accelerator, lambda: train_lm.build_model(accelerator, config, args))
         optimizer = train_lm.build_optimizer(model, args)
         model, optimizer = accelerator.prepare(model, optimizer)
         wait_for_all(accelerator)
     with growth(report, "exporting"):
-        adapters.export(accelerator, Path(out), model, tokenizer)
+        train_lm.adapters.export(accelerator, Path(out), model, tokenizer)
     weights = list(model.parameters())
     report["shard"] = sum(weight.to_local().nbytes for weight in weights)
     report["largest"] = max(weight.nbytes for weight in weights)

@@ -119,19 +119,3 @@ def test_an_error_is_printed_once_and_last(tmp_path):
     assert "To enable traceback see" not in report and len(report.splitlines()) < 16
     assert "exitcode  : 2" in report
     assert "--dataset ./nowhere: there is no such file or folder" in report
-
-
-@pytest.mark.slow
-def test_what_is_reported_is_measured_at_full_size_also_if_the_run_ends_early(tmp_path):
-    """While the images are small, so are those of the evaluations; a restart evaluates anew."""
-    words = "--dataset synthetic --val_fraction 0.1 --patience 1 --lr 0 --batch_size 64"
-    words += " --eval_every 2 --max_train_steps 40"
-    run("cpu", CIFAR, words, output_dir=tmp_path)
-    last = metrics(tmp_path, "val")[-1]
-    (tmp_path / "results.json").rename(tmp_path / "before.json")
-    assert last["step"] < 24
-    run("cpu", CIFAR, words, output_dir=tmp_path)
-    before = json.loads((tmp_path / "before.json").read_text())
-    for name in ("val_loss", "val_accuracy", "test_loss"):
-        assert before[name] == results(tmp_path)[name], name
-    assert before["val_loss"] != last["loss"]

@@ -39,11 +39,10 @@ def test_the_tiny_model_has_the_documented_size_and_reads_any_text():
     )
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.convert_tokens_to_ids(names) == [256, 257, 258]
-    assert (tokenizer.pad_token, tokenizer.eos_token) == (names[0], names[2])
     config = causal_lm.load_config("tiny", tokenizer, 2048)
-    assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (258, 256, None)
-    assert (len(tokenizer), config.vocab_size) == (259, 259)
-    assert tokenizer.model_max_length == config.max_position_embeddings == 2048
+    assert (tokenizer.pad_token_id, config.pad_token_id) == (256, 256)
+    assert (tokenizer.eos_token_id, config.eos_token_id, config.bos_token_id) == (258, 258, None)
+    assert len(tokenizer) == config.vocab_size == 259
     with pytest.raises(UserError, match="--block_size 2049: --model tiny has 2048 positions"):
         causal_lm.load_config("tiny", tokenizer, 2049)
     config.quantization_config = {"quant_method": "fp8"}  # new weights have none
@@ -193,7 +192,6 @@ def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, monkeypatch):
         ("own", "cannot load its configuration"),
         ("empty", "has no config.json"),
         ("lora", f"has an adapter only: .* --merge {tmp_path / 'lora'}"),
-        ("nowhere", "there is no such folder"),
         ("./nowhere", "there is no such folder"),
         ("someone/not-there", "not to be had from the Hub"),
         ("not a/name/at all", "--model not a/name/at all"),
@@ -222,9 +220,6 @@ def test_a_chat_template_is_read_from_a_file(tmp_path):
         path = str(tmp_path / f"{file}.jinja")
         with pytest.raises(UserError, match=f"cannot read --chat_template {path}: {says}"):
             causal_lm.load_tokenizer("tiny", path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=rf"--model {tmp_path}: cannot load its tokenizer \("):
-        causal_lm.load_tokenizer(str(tmp_path))
 
 
 def test_weights_are_all_in_files_of_safetensors_or_refused(tmp_path, capfd):
@@ -283,7 +278,6 @@ FLOAT, BRAIN = torch.float32, torch.bfloat16
         ({"from_scratch": True, "export_dtype": "bfloat16"}, FLOAT, BRAIN),
         ({"name": "tiny"}, FLOAT, FLOAT),
         ({"lora_rank": 4}, BRAIN, BRAIN),
-        ({"attention": "sdpa"}, FLOAT, BRAIN),
         ({"attention": "eager"}, FLOAT, BRAIN),
     ],
 )
@@ -298,14 +292,6 @@ def test_the_dtype_of_weights_and_of_their_export(options, dtype, exported, tmp_
     assert attention == ("eager" if options.get("attention") == "eager" else "sdpa")
     is_new = options["from_scratch"] or options["name"] == "tiny"
     assert torch.equal(model.lm_head.weight.bfloat16(), base.lm_head.weight) != is_new
-
-
-def test_any_error_while_a_model_is_loaded_is_one_line():
-    long = ValueError("a  b\nc " + 400 * "x")
-    for error, reason in ((long, f"a b c {294 * 'x'}"), (KeyError(), "KeyError")):
-        with pytest.raises(UserError) as caught, causal_lm.loading("NAME", "model"):
-            raise error
-        assert str(caught.value) == f"--model NAME: cannot load its model ({reason})"
 
 
 def test_an_answer_ends_with_any_end_of_the_model_or_the_tokenizer():

@@ -93,12 +93,8 @@ def test_the_main_process_shows_a_long_evaluation(terminal, monkeypatch):
         progress = evaluation.Progress(accelerator(2, rank), reversed)
         assert list(progress(Loader("abc"))) == ["c", "b", "a"]
     main, other = shown
-    assert (main["total"], main["delay"], main["leave"], main["desc"]) == (
-        3,
-        5,
-        False,
-        "evaluation",
-    )
+    look = {name: main[name] for name in ("total", "delay", "leave", "desc", "unit")}
+    assert look == dict(total=3, delay=5, leave=False, desc="evaluation", unit="batch")
     assert not main["disable"] and other["disable"]
     assert (main["mininterval"] < 1) == terminal and main["maxinterval"] >= main["mininterval"]
 

@@ -1,11 +1,12 @@
-"""Lanes of a stream: which launches can share them."""
+"""Lanes of a stream: which launches can share them, and what each of them reads."""
 
 from types import SimpleNamespace
 
 import pytest
 from harness import fakes
 
-from utils.language.lanes import Share
+from utils.language.lanes import RowReader, Share, is_held_out
+from utils.language.rows import open_rows
 from utils.run.failures import UserError
 
 
@@ -19,6 +20,22 @@ def test_the_share_of_a_process_follows_from_the_arguments():
         Share.from_args(args, fakes.accelerator(), 16, position)
     with pytest.raises(UserError, match="which 3 processes cannot share evenly"):
         Share.from_args(args, fakes.accelerator(3), 8)
-    args.batch_size = 20
-    with pytest.raises(UserError, match="so --batch_size must be a multiple of 8, not 20"):
-        Share.from_args(args, fakes.accelerator(4), 8)
+
+
+def test_lanes_share_the_rows_but_for_those_that_are_held_out(tmp_path):
+    texts = [f"text {row}" for row in range(400)]
+    rows = "".join(f'{{"text": "{text}"}}\n' for text in texts)
+    (tmp_path / "rows.jsonl").write_text(rows)
+
+    def read(lane):
+        table = open_rows(str(tmp_path / "rows.jsonl"), {"text": ("text",)}, "", streaming=True)
+        reader, found = RowReader(table.splits, lane, 2, lambda row, _: row["text"].encode()), []
+        reader.seek(None)
+        for document in reader:
+            if document in found:  # the next pass
+                return found
+            found.append(document)
+
+    held_out = {text.encode() for text in texts if is_held_out(text.encode())}
+    together = [*read(0), *read(1)]
+    assert len(together) == 400 - len(held_out) < 400 and not held_out & {*together}

@@ -173,9 +173,7 @@ TWO, LOOPBACK = {"GROUP_WORLD_SIZE": "2"}, "127.0.1.1"
         (TWO, LOOPBACK, ADDRESSES, "10.1.0.5", "ib0"),
         (TWO, None, ADDRESSES, "10.1.0.5", "ib0"),
         (TWO, LOOPBACK, ADDRESSES, "10.2.0.5", None),
-        (TWO, LOOPBACK, ADDRESSES, None, None),
         (TWO, LOOPBACK, ["lo", "eth0", "down0"], None, "eth0"),
-        (TWO, LOOPBACK, ["lo", "eth0"], "127.0.0.1", "eth0"),
         (TWO, LOOPBACK, ["lo"], "127.0.0.1", None),
     ],
 )

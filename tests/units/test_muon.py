@@ -125,12 +125,11 @@ def test_rows_of_an_update_are_normalized_by_their_running_mean():
     """But not those of a group without `beta2`, and not those of a gradient of zero."""
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.zeros(shape)) for shape in ((4, 8), (8, 4), (8, 4), (4, 4))]
-    for weight in weights[:3]:
-        weight.grad = torch.randn(weight.shape)
-    weights[3].grad = torch.zeros(4, 4)  # as in the first step, behind a weight of zero
-    common = dict(muon=True, weight_decay=0.0, momentum=0.9)
-    even = dict(params=[weights[i] for i in (0, 1, 3)], beta2=0.95, **common)
-    muon.MuonAdamW([even, dict(params=[weights[2]], **common)], lr=0.1).step()
+    for weight, scale in zip(weights, (1, 1, 1, 0), strict=True):
+        weight.grad = scale * torch.randn(weight.shape)
+    plain = MUON | dict(weight_decay=0.0, beta2=None)
+    groups = [dict(params=[weights[i] for i in (0, 1, 3)], **plain | dict(beta2=0.95))]
+    muon.MuonAdamW([*groups, dict(params=[weights[2]], **plain)], lr=0.1).step()
     for weight, same in zip(weights, (True, True, False, True), strict=True):
         norms = weight.detach().norm(dim=1)
         assert torch.allclose(norms, norms[:1]) == same

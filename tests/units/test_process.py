@@ -1,4 +1,4 @@
-"""When garbage is collected, and who is told how a process ends. (Launches show all else.)"""
+"""Who is waited for when a process ends, and who is told. (Launches show all else.)"""
 
 import os
 import signal

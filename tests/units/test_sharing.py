@@ -6,6 +6,7 @@ import platform
 from types import SimpleNamespace
 
 import pytest
+import torch
 from harness.fakes import accelerator
 
 from utils.data import sharing
@@ -36,7 +37,8 @@ def test_a_cached_file_is_in_the_folder_of_the_datasets_library(given, tmp_path,
         assert bytes(sharing.cached("tokens of texts", iter(parts), 1).numpy()) == b"abc"
     (file,) = folder.rglob("*.bin")
     assert file.parent == folder / "tokens_of_texts"
-    assert sharing.cached("tokens of texts", [], 2).numel() == 0
+    empty = sharing.cached("tokens of texts", [], 2)
+    assert empty.numel() == 0 and empty.dtype == torch.uint8
     assert len(list(folder.rglob("*.bin"))) == 2
 
 

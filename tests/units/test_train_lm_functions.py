@@ -25,28 +25,6 @@ def script():
 # ---------------------------------------------------------------------------------------- samples
 
 
-def test_an_answer_is_exact_but_for_blanks_around_it(script, monkeypatch):
-    def generate(model, tokenizer, prompts, length):
-        assert prompts == [[1], [2], [3]] and length == script.SAMPLE_TOKENS
-        return [" yes ", "no", "yes"]
-
-    monkeypatch.setattr(script, "generate", generate)
-    tokenizer = SimpleNamespace(batch_decode=lambda texts, skip_special_tokens: texts)
-    prompts = [([1], "yes"), ([2], "yes "), ([3], "yes ")]
-    held_out = SimpleNamespace(prompts=lambda count: prompts)
-    args = SimpleNamespace(dataset="synthetic", loss_on="answers", dry_run=False)
-
-    def share(here, **changed):
-        options = SimpleNamespace(**vars(args) | changed)
-        return script.share_of_exact(here, "model", tokenizer, held_out, options)
-
-    assert share(fakes.accelerator()) == {"exact_answers": pytest.approx(2 / 3)}
-    assert share(fakes.accelerator(2, rank=1)) == share(fakes.accelerator(is_fsdp2=True)) == {}
-    assert share(fakes.accelerator(), dataset="a") == {}
-    assert share(fakes.accelerator(), dry_run=True) == {}
-    assert share(fakes.accelerator(), loss_on="all") == {}
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_prompts_of_any_length_are_answered_as_each_alone(script, kind, monkeypatch):
     """25 at a time, with all weights of a sharded model; no token is for padding."""

@@ -125,6 +125,8 @@ def test_the_final_weights_of_a_run(tmp_path, monkeypatch):
     files.write_weights(str(tmp_path), model, {"b": 1, "a": [2]})
     assert os.listdir(tmp_path) == [file.name]
     assert synced == [str(tmp_path / ".model.safetensors.writing"), str(tmp_path)]
+    (tmp_path / "another").touch()
+    assert file.stat().st_mode == (tmp_path / "another").stat().st_mode
     before = file.read_bytes()
     files.write_weights(tmp_path, model, {"a": [2], "b": 1})
     assert file.read_bytes() == before

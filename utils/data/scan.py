@@ -9,8 +9,12 @@ import stat
 from utils.run.failures import UserError
 from utils.run.output import one_line
 
-# How the names of folders begin that other programs put beside images: thumbnails, wastebaskets.
-FOREIGN = ("@", "#", "$", "__", "lost+found", "System Volume Information")
+# Folders that other programs put beside images: thumbnails, wastebaskets, metadata.
+FOREIGN = {
+    *"@eadir @__thumb @recycle @recently-snapshot #recycle #snapshot $recycle.bin".split(),
+    *"__macosx __pycache__ lost+found".split(),
+    "system volume information",
+}
 # Images that Pillow does not read everywhere.
 UNREADABLE = {".heic", ".heif", ".avif", ".jxl", ".svg", ".raw", ".dng"}
 
@@ -87,7 +91,7 @@ def scan(root, suffixes):
             suffix = os.path.splitext(entry.name)[1].lower()
             if entry.name.startswith("."):
                 left_out.add("hidden files and folders", path)
-            elif entry.is_dir() and entry.name.startswith(FOREIGN):
+            elif entry.is_dir() and entry.name.lower() in FOREIGN:
                 left_out.add("folders of thumbnails or of the system", path)
             elif entry.is_dir():
                 folders.append(path)

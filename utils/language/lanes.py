@@ -36,17 +36,16 @@ class Share:
 
     @classmethod
     def from_args(cls, args, accelerator, lanes, position=None):
-        """The share of this process. Raises UserError if the lanes cannot be divided so."""
+        """The share of this process, of lanes that divide --batch_size.
+
+        Raises:
+            UserError: the processes cannot share them evenly, or the position is one of others.
+        """
         possible = possible_processes(accelerator)
         if any(lanes % processes for processes in possible):
             raise UserError(
                 f"a stream has {lanes} lanes, which {either(possible)} processes cannot share "
                 f"evenly: use a number of processes that divides {lanes}"
-            )
-        if args.batch_size % lanes:
-            raise UserError(
-                f"a stream has {lanes} lanes, so --batch_size must be a multiple of {lanes}, not "
-                f"{args.batch_size}"
             )
         if position and len(position) != lanes:
             raise UserError(

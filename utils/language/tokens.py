@@ -2,7 +2,7 @@
 
 `load_tokens` tokenizes the rows in shards, by as many processes as a machine has cores, into files
 that are mapped into memory. A shard that is done is a file of the cache: a run that is interrupted
-goes on with the others. The machines of a run whose cache is on one disk share the work.
+goes on with the others.
 
 `open_stream` tokenizes documents during training, and continues exactly after a restart.
 """
@@ -39,7 +39,7 @@ NOUNS = {"messages": "conversations", "prompt": "prompts with completions", "tex
 VERSION = 5  # of what a file has: another one makes new files
 TOKEN = [("token", np.int32), ("is_target", np.uint8)]  # texts have no such field
 EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, np.uint8))
-AT_ONCE = 250  # drafts that are tokenized at once; one of a text has 250 kB at most
+AT_ONCE = 32  # drafts that are tokenized at once; one of a text has 250 kB at most
 MOST_LANES = 64  # parts of a stream: common numbers of processes divide it
 BUFFER = 64  # blocks among which a lane packs and shuffles
 HELD_OUT_BLOCKS = 64  # of a stream, at most
@@ -188,11 +188,8 @@ class Shards(Dataset):
         return path_in_cache("tokens", self._version_of(number))
 
     def missing(self):
-        """The numbers of the shards without a file; each machine begins elsewhere."""
-        machine = int(os.environ.get("GROUP_RANK", 0))
-        numbers = [number for number in range(len(self)) if not self.file(number).exists()]
-        first = len(numbers) * machine // int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        return numbers[first:] + numbers[:first]
+        """The numbers (list) of the shards without a file."""
+        return [number for number in range(len(self)) if not self.file(number).exists()]
 
 
 def tokenize(rows, encoder, kind):

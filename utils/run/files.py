@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from utils.run.failures import UserError
@@ -71,13 +72,9 @@ def write_weights(folder, model, config):
 
     Args: config (dict): what is needed to build the model again, for the header of the file.
     """
-    state, seen = {}, set()
-    for name, value in model.state_dict().items():
-        value = value.detach().cpu().contiguous()
-        storage = value.untyped_storage().data_ptr()
-        # safetensors refuses tensors that share memory, such as tied weights.
-        state[name] = value.clone() if storage in seen else value
-        seen.add(storage)
+    # Copies, since safetensors refuses tensors that share memory, such as tied weights.
+    how = dict(copy=True, memory_format=torch.contiguous_format)
+    state = {name: value.to("cpu", **how) for name, value in model.state_dict().items()}
     temporary = Path(folder) / ".model.safetensors.writing"
     # One key only: safetensors writes several keys in an order that varies from run to run.
     save_file(state, temporary, metadata={"config": json.dumps(config, sort_keys=True)})

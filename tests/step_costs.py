@@ -27,7 +27,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -167,8 +166,7 @@ def fake_cuda():
     def backward(*args, **kwargs):
         mode.backward = True
         try:
-            with torch.autograd.set_multithreading_enabled(False):
-                run_backward(*args, **kwargs)
+            run_backward(*args, **kwargs)
         finally:
             mode.backward = False
 
@@ -214,18 +212,6 @@ def cifar_step(script, args, model):
     return script.build_optimizer(model, args), compute_loss
 
 
-def images_step(script, args, model):
-    """A step of train_images.py."""
-    size, (mean, std) = args.image_size or 224, torch.ones(2, 3, device=CUDA)
-    images = on_host(args.batch_size, 3, size, size).to(torch.uint8)
-    batch = {"images": images, "labels": on_host(args.batch_size)}
-
-    def compute_loss():
-        return script.compute_loss(model, to_device(**batch), mean, std, args)
-
-    return script.build_optimizer(model, args), compute_loss
-
-
 def gpt_step(script, args, model):
     windows = on_host(args.batch_size, args.block_size)
     batch = {"inputs": windows, "targets": windows}
@@ -251,14 +237,8 @@ def build_gpt(script, args):
     return script.GPT(*(getattr(args, name) for name in script.SIZES), dropout=args.dropout)
 
 
-def build_classifier(script, args):
-    model = torchvision.models.get_model(args.model, num_classes=10)
-    return model.to(memory_format=torch.channels_last)
-
-
 STEPS = {
     "train_cifar": (lambda script, args: script.build_model(args.model, 10), cifar_step),
-    "train_images": (build_classifier, images_step),
     "train_gpt": (build_gpt, gpt_step),
     "train_lm": (build_lm, lm_step),
 }

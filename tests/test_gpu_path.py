@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, placement_types
 from utils.muon import orthogonalize_all
 
 PAGE = (ROOT / "scripts" / "benchmarks" / "README.md").read_text()
-SCRIPTS = ("train_cifar", "train_images", "train_gpt", "train_lm")
+SCRIPTS = ("train_cifar", "train_gpt", "train_lm")
 counts = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="earlier releases of PyTorch have no fake GPUs, or others"
 )

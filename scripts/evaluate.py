@@ -14,8 +14,7 @@ sharded model, the folder of a finished run. Writes `results.json`.
 Of a classifier, prints the accuracy per class, and writes `predictions.png`,
 `confusion_matrix.png`, and `predictions.csv`: the true and the most likely classes of every image,
 with their probabilities. With --images (a photo or a folder, for a run of train_images.py), prints
-the most likely classes of up to ten images, and writes `predictions.csv`, `.json` and
-`contact_sheet.png`.
+the most likely classes of up to ten images, and writes `predictions.csv`.
 
 Of a language model, prints the loss per byte (train_gpt.py), or per token (train_lm.py) with the
 perplexity, its standard error, and bits per byte.
@@ -123,15 +122,11 @@ def evaluate_cifar(accelerator, args, saved):
     train_cifar = beside("train_cifar")
 
     known = (saved.config or {}) | saved.arguments
-    name = args.model or known.get("model")
-    if name is None:
-        raise UserError(
-            f"{saved.file} is of no script that evaluate.py knows: train_cifar.py (give --model if "
-            "its weights do not name it), train_images.py, train_gpt.py or train_lm.py"
-        )
+    name = known.get("model", "another one")
     if name not in train_cifar.RECIPES:
         raise UserError(
-            f"{saved.file} is not a model of train_cifar.py or train_images.py, but '{name}'"
+            f"{saved.file} is not a model of train_cifar.py, train_images.py, train_gpt.py or "
+            f"train_lm.py, but '{name}'"
         )
     config = saved.config or {}
     data = load_data(accelerator, args, saved, load_arrays)
@@ -163,8 +158,8 @@ def predict_views(model, images):
 
 def evaluate_images(accelerator, args, saved):
     """Evaluates a model of train_images.py on labeled images, or classifies `--images`."""
-    if args.tta or args.model:
-        raise UserError("--tta and --model are for models of train_cifar.py")
+    if args.tta:
+        raise UserError("--tta is for models of train_cifar.py")
     class_names, preprocessing = (saved.config[key] for key in ("class_names", "preprocessing"))
     shown = None
     if args.images:
@@ -322,35 +317,18 @@ def as_csv(rows):
 
 
 def write_predictions(args, saved, dataset, outputs, class_names):
-    """Writes the most likely classes of every image: a CSV file, JSON, and a contact sheet."""
+    """Writes the most likely classes of every image to a CSV file, and prints those of a few."""
     labels, _, top, shares = outputs
     rows = list_predictions(dataset, labels, top, shares, class_names)
     with writing_to(args.output_dir or saved.run / "predictions") as folder:
         write_text(folder / "predictions.csv", as_csv(rows))
-        write_json(folder / "predictions.json", rows)
-        draw_contact_sheet(folder / "contact_sheet.png", dataset, rows)
     for row in rows if len(rows) <= SHOWN else ():
         likely = ", ".join(f"{one_line(name)} {share:.1%}" for name, share in row["classes"][:3])
         print(f"  {one_line(row['file'])}: {likely or 'unreadable'}")
     unreadable = sum(not row["classes"] for row in rows)
     note = f", {unreadable} of them unreadable" if unreadable else ""
     count = plural(len(rows), "image")
-    print(f"{count}{note}: see predictions.csv, predictions.json and contact_sheet.png in {folder}")
-
-
-def draw_contact_sheet(path, dataset, rows, most=64):
-    """Draws up to `most` images, spread over all, each with its likeliest class and probability.
-
-    Args: dataset (ImageBatches | Split): the images. rows (list): what `list_predictions` returns.
-    """
-    chosen = torch.linspace(0, len(rows) - 1, min(most, len(rows))).long().tolist()
-    texts = ["unreadable"] * len(chosen)
-    for place, index in enumerate(chosen):
-        for name, share in rows[index]["classes"][:1]:
-            texts[place] = f"{classifier_plots.shorten(name, 9)} {share:.0%}"
-    images, shown = dataset.__getitems__(chosen)["images"], torch.arange(len(chosen))
-    title = f"{len(chosen)} of {len(rows):,} images"
-    classifier_plots.image_grid(path, images, shown, shown, texts, title)
+    print(f"{count}{note}: see predictions.csv in {folder}")
 
 
 # ------------------------------------------------------------------------------------ train_gpt.py
@@ -485,7 +463,7 @@ def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
 
 def refuse_options_of_classifiers(args):
     """Raises UserError if an option is given that has no meaning for a language model."""
-    for name in ("images", "tta", "model"):
+    for name in ("images", "tta"):
         if getattr(args, name):
             raise UserError(f"{args.run} is a language model: --{name} is for classifiers")
 
@@ -618,7 +596,6 @@ def parse_args():
         "--images", metavar="FOLDER", help="classify the images in this folder, or this file"
     )
     parser.add_argument("--dataset", help="default: the one that the model was trained on")
-    parser.add_argument("--model", help="default: the one in the records of the run")
     parser.add_argument(
         "--output_dir",
         help="default: `evaluation` (with --images: `predictions`) in the run's folder",

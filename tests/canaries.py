@@ -58,6 +58,11 @@ padding is scored (scripts/train_minimal.py)
 + accelerator.gather(model
 = test_every_script.py -k 'held_out_sample and train_minimal'
 
+a stream of documents forgets its position (scripts/train_lm.py)
+- position = progress.get("position")
++ position = None
+= test_streams.py
+
 the last evaluation takes a part, GPT (scripts/train_gpt.py)
 - evaluate(accelerator, model, last_loader, progress)
 + evaluate(accelerator, model, eval_loader, progress)

@@ -97,31 +97,22 @@ def test_the_places_to_edit_are_marked_in_every_script(script):
 
 
 def test_a_change_of_the_script_is_said(tmp_path):
-    """A finished run has nothing to do, and says so: that would hide the change.
-
-    Without --output_dir, a copy writes to a folder of its own name.
-    """
+    """A finished run has nothing to do, and says so: that would hide the change."""
     project = project_with(tmp_path, "train_minimal")
-    copy = shutil.move(project / "train_minimal.py", project / "mine.py")
-    assert "runs/mine" in run(None, "mine.py", "--help", root=project).stdout
 
     def again(steps, **options):
-        words = f"--max_train_steps {steps}"
-        return run(None, "mine.py", words, root=project, output_dir=project / "run", **options)
+        words = ("train_minimal.py", f"--max_train_steps {steps}")
+        return run(None, *words, root=project, output_dir=project / "run", **options)
 
     assert "has changed" not in again(2).stdout + again(2).stdout
+    done = run(None, "scripts/evaluate.py", [str(project / "run")], check=False)
+    assert done.returncode == 2 and "train_gpt.py or train_lm.py, but 'minimal'" in done.stderr
+    copy = project / "train_minimal.py"
     source = copy.read_text().replace("nn.Linear(64, 64)", "nn.Linear(64, 32)")
     copy.write_text(source.replace("Linear(64, 2)", "Linear(32, 2)"))
     done = again(2)
-    says = "mine.py has changed since this run started: use another --output_dir"
+    says = "train_minimal.py has changed since this run started: use another --output_dir"
     assert says in done.stdout and "finished" in done.stdout
     done = again(4, check=False)
     assert done.returncode == 2 and "size mismatch for 2.weight" in done.stderr
     assert "use another --output_dir" in done.stderr
-
-
-def test_evaluate_names_a_run_that_it_cannot_read(tmp_path):
-    run(None, "scripts/train_minimal.py", "--max_train_steps 2", output_dir=tmp_path)
-    done = run(None, "scripts/evaluate.py", [str(tmp_path)], check=False)
-    says = "is not a model of train_cifar.py or train_images.py, but 'minimal'"
-    assert done.returncode == 2 and says in done.stderr

@@ -126,6 +126,10 @@ def test_a_sharded_run_computes_the_same_also_on_other_numbers_of_processes(text
     merged, exported = (load_file(at / "model.safetensors") for at in (tmp_path, folder))
     assert merged.keys() == exported.keys()
     assert all((merged[name] == exported[name]).all() for name in merged)
+    run("2cpu", EVALUATE, [str(folder)], output_dir=tmp_path / "figures")
+    found, expected = results(tmp_path / "figures"), results(folder)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    assert found["val_bytes"] == expected["val_bytes"]
     done = run(None, GPT, f"--sample {newest}", check=False)
     assert done.returncode == 2 and "finish the run" in done.stderr
 

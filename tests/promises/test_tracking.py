@@ -48,12 +48,9 @@ def test_each_record_is_sent_once_across_a_restart(trackers, tmp_path):
     folder, recorded, fake = tmp_path / "mine", tmp_path / "calls", "wandb" in trackers
     environment = {"PYTHONPATH": str(tmp_path), "WANDB_CALLS": str(recorded)} if fake else {}
     # Started by `exec`, because Accelerate looks for packages when it is imported.
-    options, words = (
-        dict(output_dir=folder, env=environment, cold=fake),
-        f"{SMALL} --track {trackers}",
-    )
-    dies = f"die_in_step@6 {CIFAR} {words}"
-    run("cpu", "tests/harness/wrapped.py", dies, check=False, **options)
+    words = f"{SMALL} --track {trackers}"
+    options = dict(output_dir=folder, env=environment, cold=fake)
+    run("cpu", CIFAR, words, faults="die_in_step@6", check=False, **options)
     run("cpu", CIFAR, words, **options)
     assert results(folder)["resumed_from"] == 3
     logged = folder / "tensorboard" / "train_cifar"

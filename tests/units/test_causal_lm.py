@@ -98,6 +98,7 @@ def test_processes_of_a_sharded_run_hold_no_weights(
     used = []
     monkeypatch.setattr(causal_lm.patches, "load_shards_with", used.append)
     expected = make_model(name)
+    expected.generation_config.update(temperature=0.5, do_sample=True)
     expected.save_pretrained(tmp_path)
     both = [fakes.accelerator(2, rank, is_fsdp2=True) for rank in (0, 1)]
     options = dict(config=expected.config, from_scratch=from_scratch)
@@ -116,6 +117,9 @@ def test_processes_of_a_sharded_run_hold_no_weights(
         assert torch.equal(main.lm_head.weight, expected.lm_head.weight)
     if reads:
         assert main.config.to_dict() == other.config.to_dict()
+        assert main.generation_config.temperature == 0.5
+        assert main.name_or_path == main.config.name_or_path == str(tmp_path)
+        assert used[0].args == (causal_lm.find_weights(main, str(tmp_path)),)
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -292,6 +296,14 @@ def test_the_dtype_of_weights_and_of_their_export(options, dtype, exported, tmp_
     assert attention == ("eager" if options.get("attention") == "eager" else "sdpa")
     is_new = options["from_scratch"] or options["name"] == "tiny"
     assert torch.equal(model.lm_head.weight.bfloat16(), base.lm_head.weight) != is_new
+
+
+def test_any_error_while_a_model_is_loaded_is_one_line():
+    long = ValueError("a  b\nc " + 400 * "x")
+    for error, reason in ((long, f"a b c {294 * 'x'}"), (KeyError(), "KeyError")):
+        with pytest.raises(UserError) as caught, causal_lm.loading("NAME", "model"):
+            raise error
+        assert str(caught.value) == f"--model NAME: cannot load its model ({reason})"
 
 
 def test_an_answer_ends_with_any_end_of_the_model_or_the_tokenizer():

@@ -164,7 +164,6 @@ def test_help_says_each_default_in_words(monkeypatch):
         ("", 255, 1, 32, 1e-4),  # at most a quarter
         ("", 256, 1, 64, 2e-4),
         ("", None, 1, 64, 2e-4),
-        ("", 7, 1, 4, 1.25e-5),
         ("", 1, 1, 1, 3.125e-6),
         ("--lr 0.5", 54, 1, 8, 0.5),
         ("--batch_size 64", 54, 1, 64, 2e-4),

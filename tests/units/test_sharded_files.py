@@ -157,6 +157,9 @@ def test_only_files_with_just_the_parameters_are_read_in_slices(tmp_path, monkey
     assert ("some/model", names) in asked and len(names) > 2
     for name, path in places.items():
         assert path.parent == tmp_path and name in load_file(path)
+    model.config.quantization_config = {}
+    assert places_of(tmp_path, model) is None
+    del model.config.quantization_config
     model.register_buffer("kept", torch.ones(1))
     assert places_of(tmp_path, model) is None
     places["model.norm.weight"].unlink()

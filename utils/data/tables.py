@@ -8,7 +8,6 @@ or lower case. Of the files in which a split is stored, the part before the numb
 import contextlib
 import glob
 import hashlib
-import logging
 import re
 from pathlib import Path
 
@@ -165,7 +164,7 @@ def local_path(name, alternatives):
     return None
 
 
-def load_table(name, *, subset=None, files=None, streaming=False, alternatives=""):
+def load_table(name, *, subset=None, files=None, streaming=False, alternatives="", as_lines=False):
     """Loads rows with the `datasets` library.
 
     All values of CSV files are strings, exactly as they are written: 007 and NA are text.
@@ -177,6 +176,7 @@ def load_table(name, *, subset=None, files=None, streaming=False, alternatives="
         files (dict[str, list[Path]] | None): by split, load these instead; all are of one kind.
         streaming (bool): read rows as they are needed, instead of all of them now.
         alternatives (str): what else the user can give; an error message ends with it.
+        as_lines (bool): of files: a row for each line, in the column `text`.
 
     Returns:
         datasets.DatasetDict | datasets.IterableDatasetDict: by split; a single file is `train`.
@@ -187,7 +187,6 @@ def load_table(name, *, subset=None, files=None, streaming=False, alternatives="
     import datasets  # here, because it takes a second, and folders of images do not need it
 
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # errors are raised, too
     path = local_path(name, alternatives)
     if not path:
         alternatives = f"there is no such file or folder here; {alternatives}".removesuffix("; ")
@@ -204,8 +203,9 @@ def load_table(name, *, subset=None, files=None, streaming=False, alternatives="
         named = {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
         sizes = [file.stat().st_size for some in files.values() for file in some]
         version = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
-        source = dict(path=READERS[suffix], name=version, data_files=named)
-        if READERS[suffix] == "csv":
+        reader = "text" if as_lines else READERS[suffix]
+        source = dict(path=reader, name=version, data_files=named)
+        if reader == "csv":
             texts = dict.fromkeys(range(MOST_COLUMNS), str)  # of columns by their numbers
             source |= dict(converters=texts, keep_default_na=False)
             source |= dict(sep="\t" if suffix == ".tsv" else ",")

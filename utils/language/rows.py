@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,8 @@ class Rows:
         the column `text` of each has the path of a file.
     where (str): names them, in messages.
     fingerprint (str): changes with their content; of a local stream, with names and sizes, too.
+    is_lines (bool): the column `text` of each has a line of JSON. The reader of the library would
+        turn texts into dates, and refuse a key that few rows have.
     first (int): the number of the first one.
     shard_size (int): how many of them one process tokenizes at a time.
     """
@@ -42,6 +45,7 @@ class Rows:
     rows: object
     where: str
     fingerprint: str = ""
+    is_lines: bool = False
     first: int = 0
     shard_size: int = SHARD_ROWS
 
@@ -63,10 +67,22 @@ class Rows:
         return shards
 
     def __iter__(self):
-        for row in self.rows:
-            if not self.in_memory:
-                row = {key: _without_nulls(value) for key, value in row.items()}
-            yield row
+        for number, row in enumerate(self.rows, self.first):
+            if self.in_memory:
+                yield row
+            elif not self.is_lines:
+                yield {key: _without_nulls(value) for key, value in row.items()}
+            elif line := row["text"].strip("\ufeff \t\r"):
+                yield self._parse(line, number)
+
+    def _parse(self, line, number):
+        try:
+            value, reason = json.loads(line), "make lines of a list with `jq -c .[]`"
+        except (ValueError, RecursionError) as error:
+            value, reason = None, getattr(error, "msg", error)  # without a line of its own count
+        if not isinstance(value, dict):
+            raise UserError(f"row {number} of {self.where} is not an object in JSON: {reason}")
+        return value
 
 
 def _without_nulls(value):
@@ -130,31 +146,31 @@ def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, s
             version = repr([*map(stamp, paths)])
             opened[split] = Rows(rows, f"--dataset {name}", version, shard_size=size)
         return _table(opened, "text", use, left_out)
+    is_lines = files is not None and READERS[files["train"][0].suffix.lower()] == "json"
     options = dict(subset=subset, streaming=streaming, alternatives=ALTERNATIVES)
-    found = load_table(name, files=files, **options)
+    found = load_table(name, files=files, as_lines=is_lines, **options)
     tables = name_splits(name, found, left_out)
     if "train" not in tables:
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(found)}; {ALTERNATIVES}"
         )
-    with loading(name, ALTERNATIVES):  # a stream may know its columns only with its first row
-        columns = tables["train"].column_names or list(next(iter(tables["train"]), {}))
+    sample, opened = _sample(files) if streaming and files else "", {}
+    for split, table in tables.items():
+        version = sample if streaming else table._fingerprint
+        opened[split] = Rows(table, f"--dataset {name} ({split})", version, is_lines)
+    with loading(name, ALTERNATIVES):
+        # Lines have the columns of the first one, and a stream may know its own only then.
+        train = opened["train"] if is_lines else tables["train"]
+        columns = getattr(train, "column_names", None) or list(next(iter(train), {}))
     kind = next((kind for kind, some in kinds.items() if set(some) <= set(columns)), None)
     if kind is None:
         listed = ", ".join(map(str, columns)) or "none"
         raise UserError(f"--dataset {name} has the columns {listed}; one needs {wanted}")
-    read, opened = {*kinds[kind], "tools"} & {*columns}, {}
-    sample = _sample(files) if streaming and files else ""
-    for split, table in tables.items():
-        names = table.column_names or read  # a stream may not know them
-        table = table.select_columns([column for column in names if column in read])
-        if "timestamp" in str(table.features):
-            raise UserError(
-                f"--dataset {name}: texts that look like dates would be changed, as the library "
-                "takes them for dates: write the rows to a Parquet file"
-            )
-        version = sample if streaming else table._fingerprint
-        opened[split] = Rows(table, f"--dataset {name} ({split})", version)
+    if not is_lines:
+        read = {*kinds[kind], "tools"} & {*columns}
+        for split, table in tables.items():
+            names = [name for name in table.column_names or read if name in read]
+            opened[split] = replace(opened[split], rows=table.select_columns(names))
     return _table(opened, kind, use, None if streaming else left_out)
 
 

@@ -9,8 +9,6 @@ from uuid import uuid4
 
 import numpy as np
 
-SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-
 # A data set with 600 images to train on and 100 to test with. All test processes share it.
 SMALL_DATA = Path(tempfile.gettempdir(), os.environ.setdefault("SMALL_DATA", f"{uuid4().hex}.npz"))
 

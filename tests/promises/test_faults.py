@@ -213,7 +213,7 @@ def test_a_poisoned_checkpoint_executes_nothing(name, interrupted, tmp_path):
 
 
 def test_a_full_disk_costs_a_checkpoint_not_the_run(reference, tmp_path):
-    arguments = SMALL.replace("--eval_every 7", "--eval_every 14") + " --track none"
+    arguments = SMALL.replace("--eval_every 7", "--eval_every 14")
     with small_disk(tmp_path, "2200k") as disk:
         # The disk is full during the third checkpoint, and has room again before the fourth.
         done = run("cpu", CIFAR, arguments, output_dir=disk / "run", faults=f"fill_disk@3:{disk}")

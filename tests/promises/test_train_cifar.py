@@ -108,6 +108,14 @@ def test_overfits_one_batch(tmp_path):
     assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01
 
 
+@pytest.mark.slow
+def test_learns(tmp_path):
+    """The first command of the README, with another seed."""
+    words = "--dataset synthetic --epochs 2 --batch_size 100 --lr 0.06 --seed 1"
+    run("cpu", CIFAR, words, output_dir=tmp_path / "run")
+    assert results(tmp_path / "run")["test_accuracy"] > 0.95
+
+
 def test_an_error_is_printed_once_and_last(tmp_path):
     done = run("cpu", CIFAR, "--batch_size 0", output_dir=tmp_path, check=False)
     last = done.stderr.splitlines()[-1]

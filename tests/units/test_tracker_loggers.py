@@ -87,6 +87,7 @@ def test_each_tracker_gets_what_it_shows_once_and_one_that_fails_costs_no_other(
     board, wandb, mlflow, away = map(tracker, ("tensorboard", "wandb", "mlflow", "away"))
     broken = tracker("broken")
     broken.log.side_effect = ConnectionError("it is away")
+    wandb.finish.side_effect = OSError("full")  # `end_training` would raise it
     logger, run = started(broken, away, board, wandb, mlflow, fails="away")
     line = "warning: what --track away would show is missing (ConnectionError: no network)\n"
     assert capsys.readouterr().err == line
@@ -96,17 +97,20 @@ def test_each_tracker_gets_what_it_shows_once_and_one_that_fails_costs_no_other(
     run.results = {"test_loss": 1.0, "val_loss": 2.0, "global_step": 9, "train_loss": 3.0}
     logger.finish(run)
     said = "warning: what --track broken would show from here on is missing (ConnectionError: it "
-    assert capsys.readouterr().err == f"{said}is away)\n"
+    ended = said.replace("broken", "wandb").replace("ConnectionError: it ", "OSError: full)\n")
+    assert capsys.readouterr().err == f"{said}is away)\n{ended}" and run.accelerator.trackers == []
     assert broken.log.call_count == 1 and not away.log.called
     first = call.log({"loss": 1.0}, step=5)
-    assert mlflow.method_calls == [first]
-    assert wandb.method_calls == [first, call.log_images({"a": "pixels"}, step=7)]
+    assert mlflow.method_calls == [first, call.finish()]
+    images = call.log_images({"a": "pixels"}, step=7)
+    assert wandb.method_calls == [first, images, call.finish()]
     final = {"final/test_loss": 1.0, "final/val_loss": 2.0}
     assert board.method_calls == [
         first,
         call.log({"loss": 2.0}, step=6),
         call.log_images({"a": "pixels"}, step=7, dataformats="NHWC"),
         call.tracker.add_hparams({"lr": 0.1}, final, run_name=".", global_step=9),
+        call.finish(),
     ]
 
 

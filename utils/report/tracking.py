@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,11 @@ class Trackers:
             "trackio": {"name": name, "resume": "allow"},
             "mlflow": {"run_name": name},
         }
+        # If TensorBoard's thread cannot write, `log` raises its error, too.
+        others, ours = threading.excepthook, "tensorboard."
+        threading.excepthook = lambda error: (
+            type(error.thread).__module__.startswith(ours) or others(error)
+        )
         os.environ.setdefault("MLFLOW_TRACKING_URI", (folder / "mlruns").as_uri())
         trackers = []
         for tracker in self._names:  # one by one: `init_trackers` stops at the first error
@@ -87,7 +93,7 @@ class Trackers:
         )
 
     def finish(self, run):
-        """Writes TensorBoard's table of hyperparameters: arguments and final metrics."""
+        """Writes TensorBoard's table of hyperparameters, arguments and final metrics; ends all."""
         given = {name: value for name, value in run.identity.arguments.items() if value is not None}
         final = {
             f"final/{name}": value
@@ -98,6 +104,9 @@ class Trackers:
         self._for_each(
             lambda tracker: tracker.tracker.add_hparams(given, final, **options), ("tensorboard",)
         )
+        # Here, because `end_training` would raise the error of one that cannot write.
+        self._for_each(lambda tracker: tracker.finish())
+        self._accelerator.trackers = []
 
     def _for_each(self, function, names=None):
         """Calls `function(tracker)` for all trackers, or those of these names.

@@ -196,8 +196,6 @@ def outcome(edit):
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")
         shutil.copytree(ROOT, copy, ignore=COPIED)
-        # Data that some tests use if it is there.
-        Path(folder, "shared").symlink_to(ROOT.parent / "shared")
         text = (copy / edit.file).read_text()
         if text.count(edit.old) != 1:
             raise SystemExit(f"{edit.name}: its lines are not in {edit.file}, or several times")

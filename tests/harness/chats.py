@@ -92,14 +92,3 @@ def with_template(tokenizer, template):
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template
     return tokenizer
-
-
-def token_stream(name, tokenizer, block_size, micro_batch, *, lanes=8, share=(0, 1), **options):
-    """A stream of documents; `options` are its buffer, the position of its share, or settings."""
-    from utils.language.lanes import Share
-    from utils.language.packing import TokenSettings
-    from utils.language.tokens import BUFFER, open_stream
-
-    buffer = options.pop("buffer", BUFFER)
-    share = Share(lanes, micro_batch, *share, options.pop("position", None))
-    return open_stream(name, TokenSettings(tokenizer, block_size, **options), share, buffer)

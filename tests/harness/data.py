@@ -9,25 +9,8 @@ from uuid import uuid4
 
 import numpy as np
 
-SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-
 # A data set with 600 images to train on and 100 to test with. All test processes share it.
 SMALL_DATA = Path(tempfile.gettempdir(), os.environ.setdefault("SMALL_DATA", f"{uuid4().hex}.npz"))
-
-
-REFUSED = ("mnasnet", "googlenet", "inception")
-
-
-def kinds_of_classifiers():
-    """The name of one model of each module of torchvision with classifiers that are not refused."""
-    from torchvision import models  # here, because it takes a second
-
-    kinds = {}
-    for name in models.list_models(module=models):
-        kinds.setdefault(models.get_model_builder(name).__module__, name)
-    # The first of them is a hundred times as large.
-    kinds[models.regnet.__name__] = "regnet_x_400mf"
-    return [name for name in kinds.values() if not name.startswith(REFUSED)]
 
 
 def write_small_data():

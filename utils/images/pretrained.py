@@ -34,19 +34,15 @@ def check_name(name):
 def check_size(name, size):
     """Raises UserError if the model cannot take images of so many pixels; computes nothing."""
     try:
-        without_weights(name)(torch.empty(2, 3, size, size, device="meta"))
+        with torch.device("meta"):
+            model = torchvision.models.get_model(name)
+    except NotImplementedError:  # RegNets compute their widths in tensors
+        model = torchvision.models.get_model(name).to("meta")
+    try:
+        model(torch.empty(2, 3, size, size, device="meta"))
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"--image_size {size}: not a size for {name} ({reason})") from None
-
-
-def without_weights(name):
-    """A model on the meta device: it computes shapes, and nothing else."""
-    try:
-        with torch.device("meta"):
-            return torchvision.models.get_model(name)
-    except NotImplementedError:  # RegNets compute their widths in tensors
-        return torchvision.models.get_model(name).to("meta")
 
 
 def build(config):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,9 @@ def extra(draw):
 
     @functools.wraps(draw)
     def wrapper(*args, **options):
-        with optional(f"a plot ({draw.__name__})"):
+        with optional(f"a plot ({draw.__name__})"), warnings.catch_warnings():
+            # About each letter that no font has.
+            warnings.filterwarnings("ignore", "Glyph|Matplotlib currently", UserWarning)
             draw(*args, **options)
             return True
         return False

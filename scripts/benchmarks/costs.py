@@ -10,6 +10,7 @@ from measuring import first_steps, launched, measure_script, ratios_of, rounds, 
 # A GPT with 57 million parameters, on little text.
 LARGE_STATE = "--dataset synthetic --n_layer 2 --n_head 8 --n_embd 1536 --block_size 32"
 LARGE_STATE += " --batch_size 4 --sample_length 1"
+SMALL_BATCH = "--dataset synthetic --batch_size 8 --log_every 1"
 FIVE_LINES = """
 import torch
 from accelerate import Accelerator
@@ -27,6 +28,9 @@ def startup_ratio(args):
         "train_minimal": "train_minimal.py --log_every 1",
         "train_cifar": "train_cifar.py --model net --dataset synthetic --log_every 1",
         "train_gpt": f"train_gpt.py --dataset synthetic --log_every 1 {gpt_arguments()}",
+        "train_images": f"train_images.py --model squeezenet1_1 --image_size 64 {SMALL_BATCH}",
+        "train_model_parallel": f"train_model_parallel.py {SMALL_BATCH}",
+        "train_lm": f"train_lm.py {SMALL_BATCH}",
     }
     seconds = {name: [] for name in ("five_lines", *commands)}
     with tempfile.TemporaryDirectory() as folder:

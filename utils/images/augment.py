@@ -74,8 +74,9 @@ def normalize(images, mean, std, size=None):
     Returns:
         float32 [batch, 3, size, size], in channels-last memory format.
     """
-    # Broadcasting the three values of a pixel takes twice as long, where channels are last.
-    images = F.batch_norm(images.float(), mean, std.square(), eps=0)
+    # Broadcasting the three values of a pixel takes twice as long, where channels are last. `eps` has
+    # to be positive, and is too small to change anything.
+    images = F.batch_norm(images.float(), mean, std.square(), eps=1e-12)
     if size is not None and size != images.shape[-1]:
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
     return images.contiguous(memory_format=torch.channels_last)

@@ -458,7 +458,7 @@ def parse_args():
     group.add_argument(
         "--weights",
         metavar="NAME|PATH",
-        help="fine-tune these: a name of torchvision (DEFAULT, IMAGENET1K_V1), a .pth or "
+        help="fine-tune these: weights of torchvision by name (DEFAULT, IMAGENET1K_V1), a .pth or "
         ".safetensors file, or a run's folder; the last layer may have other classes",
     )
     group.add_argument("--freeze", action="store_true", help="train the last layer only")

@@ -73,8 +73,8 @@ def find_in_folder(root, layouts):
         the Hub has.
 
     Raises:
-        UserError: there is no class folder, it cannot be decided which folders are splits, or a
-            list may say something else.
+        UserError: there is no class folder, it cannot be decided which folders are splits, or
+            there is a list such as metadata.csv, which is not read.
     """
     files, others, left_out = scan(root, EXTENSIONS)
     if files and (lists := LISTS.intersection(others)):

@@ -84,7 +84,7 @@ def main():
 def evaluate_weights(accelerator, args):
     """Evaluates a model of which this project wrote `model.safetensors` or a checkpoint."""
     saved = run_on_main(accelerator, lambda: weight_files.read(args.run))
-    known = (saved.config or {}) | saved.arguments
+    settings = (saved.config or {}) | saved.arguments
     if "preprocessing" in (saved.config or {}):
         evaluate_images(accelerator, args, saved)
     elif args.images:
@@ -92,9 +92,9 @@ def evaluate_weights(accelerator, args):
             f"{saved.file} is not from train_images.py: --images needs its record of the "
             "preprocessing"
         )
-    elif "n_embd" in known:
+    elif "n_embd" in settings:
         evaluate_gpt(accelerator, args, saved)
-    elif "lora_rank" in known:
+    elif "lora_rank" in settings:
         raise UserError(
             f"{saved.file} is a checkpoint of train_lm.py: give the folder of a finished run"
         )
@@ -121,8 +121,8 @@ def evaluate_cifar(accelerator, args, saved):
     """Evaluates a model of train_cifar.py on the test split, or else the validation split."""
     train_cifar = beside("train_cifar")
 
-    known = (saved.config or {}) | saved.arguments
-    name = known.get("model", "another one")
+    settings = (saved.config or {}) | saved.arguments
+    name = settings.get("model", "another one")
     if name not in train_cifar.RECIPES:
         raise UserError(
             f"{saved.file} is not a model of train_cifar.py, train_images.py, train_gpt.py or "
@@ -304,14 +304,14 @@ def list_predictions(dataset, labels, top, shares, class_names):
 def as_csv(rows):
     """What `list_predictions` returns as a table, with `true_class` if the rows have it."""
     table, ranks = io.StringIO(), max(len(row["classes"]) for row in rows)
-    known = ["file", *(["true_class"] if "true_class" in rows[0] else [])]
+    columns = ["file", *(["true_class"] if "true_class" in rows[0] else [])]
     writer = csv.writer(table, lineterminator="\n")
     names = [f"{name}_{rank}" for rank in range(1, ranks + 1) for name in ("class", "probability")]
-    writer.writerow([*known, *names])
+    writer.writerow([*columns, *names])
     for row in rows:
         values = [value for pair in row["classes"] for value in pair]
         writer.writerow(
-            [*(row[name] for name in known), *values, *[""] * (len(names) - len(values))]
+            [*(row[name] for name in columns), *values, *[""] * (len(names) - len(values))]
         )
     return table.getvalue()
 
@@ -344,9 +344,9 @@ def evaluate_gpt(accelerator, args, saved):
     loader = train_gpt.build_eval_loader(accelerator, windows, windows.block_size)
     model = accelerator.prepare(model)
     results = train_gpt.evaluate(accelerator, model, loader, Progress(accelerator))
-    said = f"{loss_of(results)} nats per byte, {results['bits_per_byte']:.4f} bits per byte"
-    said += f", on {results['bytes']:,} bytes"
-    write_figures(accelerator, args, saved.run, saved.file, shown, results, said)
+    message = f"{loss_of(results)} nats per byte, {results['bits_per_byte']:.4f} bits per byte"
+    message += f", on {results['bytes']:,} bytes"
+    write_figures(accelerator, args, saved.run, saved.file, shown, results, message)
 
 
 def load_text(accelerator, args, saved):
@@ -416,12 +416,12 @@ def evaluate_lm(accelerator, args, run):
     model = accelerator.prepare(model)
     train_lm.lm_loss.check(accelerator, model, packed)
     results = train_lm.evaluate(accelerator, model, loader, Progress(accelerator))
-    said = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
+    message = f"{loss_of(results)} nats per token, perplexity {results['perplexity']:.4g}"
     if "bits_per_byte" in results:
-        said += f", {results['bits_per_byte']:.4f} bits per byte"
-    said += f", on {results['tokens']:,} tokens"
+        message += f", {results['bits_per_byte']:.4f} bits per byte"
+    message += f", on {results['tokens']:,} tokens"
     file = next(run / name for name in AT_THE_TOP if (run / name).is_dir())
-    write_figures(accelerator, args, run, file, shown, results, said)
+    write_figures(accelerator, args, run, file, shown, results, message)
 
 
 def load_blocks(accelerator, args, tokenizer, packed, trained, recorded):
@@ -474,14 +474,14 @@ def loss_of(results):
     return f"loss {results['loss']:.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
-def write_figures(accelerator, args, run, file, shown, results, said):
-    """Writes results.json, and prints `said` and where it is; main process only."""
+def write_figures(accelerator, args, run, file, shown, results, message):
+    """Writes results.json, and prints `message` and where it is; main process only."""
     if accelerator.is_main_process:
         figures = {f"{shown}_{name}": value for name, value in results.items()}
         with writing_to(args.output_dir or run / "evaluation") as folder:
             write_json(folder / "results.json", figures | {"weights": str(file)})
         split = "all of the data" if shown == "all" else f"split {shown}"
-        print(f"{file}: {said} ({split}); results in {folder}")
+        print(f"{file}: {message} ({split}); results in {folder}")
 
 
 # --------------------------------------------------------------------------------------------- all
@@ -499,11 +499,11 @@ def load_data(accelerator, args, saved, load):
         ImageSplits: of another data set there is one split: `test` or `val`, if it has that split
         itself, or else `all`.
     """
-    known = (saved.config or {}) | saved.arguments
-    options = {key: known[key] for key in ("seed", "val_fraction") if key in known}
+    settings = (saved.config or {}) | saved.arguments
+    options = {key: settings[key] for key in ("seed", "val_fraction") if key in settings}
     # The flag takes two, or is left out.
-    columns = {"columns": shlex.split(known.get("columns") or "") or None}
-    recorded = known.get("dataset", "uoft-cs/cifar10" if load is load_arrays else None)
+    columns = {"columns": shlex.split(settings.get("columns") or "") or None}
+    recorded = settings.get("dataset", "uoft-cs/cifar10" if load is load_arrays else None)
     name = args.dataset or recorded
     if name is None:
         raise UserError(f"{saved.file} does not name its data set: give --dataset")
@@ -521,8 +521,8 @@ def load_data(accelerator, args, saved, load):
                 return data
         if class_names is None:
             raise UserError(f"{saved.file} does not name its classes: no other data set fits")
-        found = find_to_evaluate(name, class_names, **columns)
-        return in_memory(found, skip=True) if load is load_arrays else found
+        splits = find_to_evaluate(name, class_names, **columns)
+        return in_memory(splits, skip=True) if load is load_arrays else splits
 
     data = local_main_first(accelerator, load_it)
     agree(accelerator, name, data)
@@ -570,9 +570,9 @@ def is_same(name, recorded):
     return name == recorded or (recorded and Path(name).resolve() == Path(recorded).resolve())
 
 
-def warn_if_changed(accelerator, name, trained_on, found):
+def warn_if_changed(accelerator, name, trained_on, description):
     """Prints a warning if the descriptions of a data set in training and now differ."""
-    if trained_on not in (None, found) and accelerator.is_main_process:
+    if trained_on not in (None, description) and accelerator.is_main_process:
         print(f"warning: trained on other data than that in {name} now: {trained_on}")
 
 

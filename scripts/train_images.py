@@ -163,7 +163,7 @@ def fit_batch(accelerator, data, args):
 def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
     """Builds loaders of global batches, one per split; `prepare` splits each over the processes.
 
-    Another is `some`, `eval_samples` of the validation images. Held-out splits in `data` are
+    Another is `sample`, `eval_samples` of the validation images. Held-out splits in `data` are
     shortened to what the last evaluation takes.
     """
     options = loader_options(accelerator, args.num_workers, args.timeout)
@@ -187,11 +187,11 @@ def build_loaders(accelerator, data, preprocess, eval_samples, plan, args):
         **options,
     )
     loaders = {"train": accelerator.prepare(train_loader)}
-    some = evaluation.choose(data.splits["val"], eval_samples, args.seed)
-    for split, images in {**data.splits, "some": some}.items():
+    sample = evaluation.choose(data.splits["val"], eval_samples, args.seed)
+    for split, images in {**data.splits, "sample": sample}.items():
         if split == "train":
             continue
-        if split != "some":
+        if split != "sample":
             last = evaluation.count_last(plan, args, len(images))
             data.splits[split] = images = evaluation.choose(images, last, args.seed)
         dataset = ImageBatches(images, eval_transform, args.on_bad_image)
@@ -370,7 +370,7 @@ def main():
     progress = evaluation.Progress(accelerator, guard.watch)
 
     def validate(step):
-        metrics, _ = evaluate(accelerator, model, loaders["some"], progress, mean, std)
+        metrics, _ = evaluate(accelerator, model, loaders["sample"], progress, mean, std)
         run.log("val", step, score=scores.score(metrics, args.score), **metrics)
 
     train_loss = math.inf
@@ -458,7 +458,7 @@ def parse_args():
     group.add_argument(
         "--weights",
         metavar="NAME|PATH",
-        help="fine-tune these: a name of torchvision (DEFAULT, IMAGENET1K_V1), a .pth or "
+        help="fine-tune these: weights of torchvision by name (DEFAULT, IMAGENET1K_V1), a .pth or "
         ".safetensors file, or a run's folder; the last layer may have other classes",
     )
     group.add_argument("--freeze", action="store_true", help="train the last layer only")
@@ -503,9 +503,9 @@ def parse_args():
     if args.image_size:
         pretrained.check_size(args.model, args.image_size)
     # A path also if nothing is there any more: a run that continues does not read it.
-    given = args.weights or ""
-    if "/" in given or given.endswith(pretrained.SUFFIXES) or Path(given or " ").exists():
-        args.weights = str(Path(given).resolve())
+    weights = args.weights or ""
+    if "/" in weights or weights.endswith(pretrained.SUFFIXES) or Path(weights or " ").exists():
+        args.weights = str(Path(weights).resolve())
     if args.overfit_batch:
         args.lr_schedule, args.label_smoothing = "constant", 0.0
     return frozen(args)

@@ -326,10 +326,10 @@ def generate(model, tokenizer, prompts, length):
     options = causal_lm.ends(model, tokenizer) | dict(max_new_tokens=length, do_sample=False)
     texts = []
     for first in range(0, len(prompts), 25):
-        some = [torch.tensor(prompt, device=device) for prompt in prompts[first : first + 25]]
+        batch = [torch.tensor(prompt, device=device) for prompt in prompts[first : first + 25]]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        inputs = pad(some, padding_value=options["pad_token_id"])
-        mask = pad([torch.ones_like(prompt) for prompt in some])
+        inputs = pad(batch, padding_value=options["pad_token_id"])
+        mask = pad([torch.ones_like(prompt) for prompt in batch])
         with fsdp.gathered(model):
             output = model.generate(inputs, attention_mask=mask, **options)
         new = output[:, inputs.size(1) :]

@@ -43,8 +43,8 @@ FLAGS = {
         const="default",
         choices=MODES,
         metavar="MODE",
-        help="torch.compile the model, in this mode; reduce-overhead records CUDA graphs, for "
-        "steps that wait for the host; default: none, but train_gpt.py on GPUs",
+        help="torch.compile the model, in this mode (or never); reduce-overhead records CUDA "
+        "graphs, for steps that wait for the host; default: never, except train_gpt.py on GPUs",
     ),
     "wait_for_checkpoints": dict(
         action="store_true",
@@ -85,7 +85,8 @@ FLAGS = {
     "columns": dict(
         nargs=2,
         metavar=("IMAGE", "LABEL"),
-        help="the columns of a table with the images and the classes; default: the only ones",
+        help="the columns of a table with the images and the classes; found automatically if only "
+        "one of each qualifies",
     ),
 }
 OPTIMIZER = ("weight_decay", "max_grad_norm", "gradient_accumulation_steps")

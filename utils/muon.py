@@ -41,15 +41,15 @@ class Muon:
             if not state:
                 # `step` is on the CPU, as AdamW expects it in every state that it loads.
                 state.update(step=torch.zeros((), device="cpu"), momentum=torch.zeros_like(weight))
-        kept = group["momentum"]
-        if isinstance(kept, tuple | list):
-            first, last, steps = kept
-            kept = first + (last - first) * min(1.0, states[0]["step"].item() / steps)
+        momentum = group["momentum"]
+        if isinstance(momentum, tuple | list):
+            first, last, steps = momentum
+            momentum = first + (last - first) * min(1.0, states[0]["step"].item() / steps)
         # Operations on lists: on a GPU, one kernel for all weights.
         updates, momenta = [w.grad for w in weights], [state["momentum"] for state in states]
         torch._foreach_add_([state["step"] for state in states], 1)
-        torch._foreach_lerp_(momenta, updates, 1 - kept)
-        torch._foreach_lerp_(updates, momenta, kept)
+        torch._foreach_lerp_(momenta, updates, 1 - momentum)
+        torch._foreach_lerp_(updates, momenta, momentum)
         updates = orthogonalize_all(updates, group.get("iterations", 5), group.get("beta2"), states)
         if group.get("fixed_norm"):
             torch._foreach_div_(weights, torch._foreach_norm(weights))
@@ -162,13 +162,13 @@ def orthogonalize(x, iterations=5, half=None):
     """
     if x.size(1) > x.size(2):
         return orthogonalize(x.mT, iterations, half).mT
-    kept, half = x.dtype, x.is_cuda if half is None else half
+    dtype, half = x.dtype, x.is_cuda if half is None else half
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     if half or x.size(2) < 1.5 * x.size(1):
         x = x.half() if half else x
         for _ in range(iterations):
             x = _times(_higher_terms(x @ x.mT), x)
-        return x.to(kept)
+        return x.to(dtype)
     # The factors of all iterations are polynomials of the first Gram matrix, so they commute, and
     # only square matrices are multiplied inside the loop. For wide matrices these are fewer
     # operations. In half precision, rounding errors would grow.

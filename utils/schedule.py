@@ -37,14 +37,14 @@ def multiplier(value, step, total, warmup=0.0):
     if step < warmup:
         return (step + 1) / (warmup + 1)
     name, _, lowest = value.partition(":")
-    lowest, left = float(lowest or 0), max(0.0, (total - step) / (total - warmup))
+    lowest, factor = float(lowest or 0), max(0.0, (total - step) / (total - warmup))
     if name == "constant":
         return 1.0
     if name == "wsd":
-        left = min(1.0, max(0, total - step) / (DECAY * total))
+        factor = min(1.0, max(0, total - step) / (DECAY * total))
     if name == "cosine":
-        left = 0.5 - 0.5 * math.cos(math.pi * left)
-    return lowest + (1 - lowest) * left
+        factor = 0.5 - 0.5 * math.cos(math.pi * factor)
+    return lowest + (1 - lowest) * factor
 
 
 def recompute(scheduler):

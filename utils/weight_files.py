@@ -119,13 +119,13 @@ def initialize(accelerator, model, path):
 def fitted(state, model):
     """`state` under the names of `model`, which may have wrappers that `state` lacks."""
     values = model.state_dict()
-    own = dict(zip(unwrapped(values), values, strict=True))
-    found = {own.get(name, name): value for name, value in unwrapped(state).items()}
-    places = {value.data_ptr(): name for name, value in values.items() if name in found}
+    names = dict(zip(unwrapped(values), values, strict=True))
+    weights = {names.get(name, name): value for name, value in unwrapped(state).items()}
+    places = {value.data_ptr(): name for name, value in values.items() if name in weights}
     for name, value in values.items():  # a checkpoint has tied weights once
-        if name not in found and value.data_ptr() and value.data_ptr() in places:
-            found[name] = found[places[value.data_ptr()]]
-    return found
+        if name not in weights and value.data_ptr() and value.data_ptr() in places:
+            weights[name] = weights[places[value.data_ptr()]]
+    return weights
 
 
 def load_into(model, state, place, file):
@@ -143,32 +143,32 @@ def load_into(model, state, place, file):
     Raises:
         UserError: they are those of another model.
     """
-    own, state = model.state_dict(), fitted(state, model)
-    last_layer = next(reversed(own)).rpartition(".")[0] + "."
+    weights, state = model.state_dict(), fitted(state, model)
+    last_layer = next(reversed(weights)).rpartition(".")[0] + "."
 
     def differs(name):
-        return not (name in own and name in state and state[name].shape == own[name].shape)
+        return not (name in weights and name in state and state[name].shape == weights[name].shape)
 
-    replaced = [name for name in own if name.startswith(last_layer)]
+    replaced = [name for name in weights if name.startswith(last_layer)]
     if not any(map(differs, replaced)):
         replaced = []
-    expected = [name for name in own if name not in replaced]
+    expected = [name for name in weights if name not in replaced]
     others = [name for name in state if not name.startswith(last_layer)]
     wrong = [name for name in (*expected, *others) if differs(name)]
     if wrong:
         name, first = wrong[0], next(iter(state), "nothing")
         there = list(state[name].shape) if name in state else "missing"
-        here = list(own[name].shape) if name in own else "missing"
+        here = list(weights[name].shape) if name in weights else "missing"
         raise UserError(
             f"{place} holds another model: {name} is {there} there and {here} here (the first "
             f"weight there is {first})"
         )
     model.load_state_dict({name: state[name] for name in expected}, strict=False)
-    said = f"{len(expected)} of {len(own)} tensors initialized from {file}"
+    message = f"{len(expected)} of {len(weights)} tensors initialized from {file}"
     if replaced:
         names = ", ".join(replaced)
-        said += f"; the last layer, for other classes, keeps its initial weights: {names}"
-    return said
+        message += f"; the last layer, for other classes, keeps its initial weights: {names}"
+    return message
 
 
 def unwrapped(state):

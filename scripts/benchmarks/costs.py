@@ -85,9 +85,9 @@ def slowdown_beside_saves(lines):
     steps = {line["step"]: line["step_seconds"] for line in lines if line["split"] == "train"}
     beside = []
     for save in saves_beside(lines):
-        step, left = save["step"] + 1, save["seconds"] - save["blocked_seconds"]
-        while left > 0 and step in steps:
-            left -= steps[step]
+        step, seconds_left = save["step"] + 1, save["seconds"] - save["blocked_seconds"]
+        while seconds_left > 0 and step in steps:
+            seconds_left -= steps[step]
             beside.append(step)
             step += 1
     others = [seconds for step, seconds in steps.items() if step > 2 and step not in beside]

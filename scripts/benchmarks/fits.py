@@ -51,9 +51,9 @@ def activations(config):
     # Two norms with their inputs, two sums; queries, keys, values and what attention returns; the
     # two inner states of the perceptron, before and after the activation.
     layer = 6 * config.hidden_size + 2 * heads * config.head_dim + 4 * config.intermediate_size
-    kept = BLOCK * (layer + config.num_hidden_layers * config.hidden_size) * 2
+    decoder_bytes = BLOCK * (layer + config.num_hidden_layers * config.hidden_size) * 2
     # Of a chunk of the loss: the logits, those in float32, and their gradient.
-    return kept + 3 * 4 * min(BLOCK * config.vocab_size, lm_loss.LOGITS)
+    return decoder_bytes + 3 * 4 * min(BLOCK * config.vocab_size, lm_loss.LOGITS)
 
 
 def row(name, gpus, frozen):

@@ -95,10 +95,10 @@ def script_words(command, folder):
 def environment(bf16=False):
     """The environment of a measured process: no settings of a launcher around this script."""
     removed = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    kept = {name: value for name, value in os.environ.items() if name not in removed}
+    variables = {name: value for name, value in os.environ.items() if name not in removed}
     # Also without bf16: this variable marks a launched process, which ends when the one that
     # started it does.
-    return kept | {"ACCELERATE_MIXED_PRECISION": "bf16" if bf16 else "no"}
+    return variables | {"ACCELERATE_MIXED_PRECISION": "bf16" if bf16 else "no"}
 
 
 def short_run(steps, log_every=None):
@@ -149,8 +149,8 @@ def first_steps(words, steps=1, folder=None, watched=False):
         while running.poll() is None:
             with contextlib.suppress(psutil.Error):
                 root = psutil.Process(running.pid)
-                found = (root, *root.children(recursive=True))
-                memory[0] = max(memory[0], sum(one.memory_full_info().pss for one in found))
+                processes = (root, *root.children(recursive=True))
+                memory[0] = max(memory[0], sum(one.memory_full_info().pss for one in processes))
             time.sleep(0.1)
 
     if watched:

@@ -61,12 +61,12 @@ def peers(args):
                 measured = {}
                 facts = dict(data=f"{folder}/{case}", pixels=pixels, steps=steps)
                 for name, command in {case: TRAIN_IMAGES, **theirs}.items():
-                    known = TIMM_NAMES.get(model, model) if name == "timm" else model
+                    model_name = TIMM_NAMES.get(model, model) if name == "timm" else model
                     counted = 4 if args.quick else steps
-                    found = measure(command, counted, model=known, **facts)
-                    shown = f"{found['speed']:.1f} images/s, {found['start']:.1f} s"
-                    print(f"    {case}, {name}: {shown}, {found['memory']:.0f} MB", flush=True)
-                    measured[name] = found
+                    figures = measure(command, counted, model=model_name, **facts)
+                    shown = f"{figures['speed']:.1f} images/s, {figures['start']:.1f} s"
+                    print(f"    {case}, {name}: {shown}, {figures['memory']:.0f} MB", flush=True)
+                    measured[name] = figures
                 for peer in theirs:
                     for figure, value in measured[case].items():
                         ratio = value / measured[peer][figure]

@@ -206,9 +206,9 @@ def compare(reference, run):
 def figures(path):
     """The lines of a JSON file, without what depends on times, or on the last start."""
     text = path.read_text()
-    found = [json.loads(text)] if path.suffix == ".json" else map(json.loads, text.splitlines())
-    kept = [line for line in found if line.get("split") != "checkpoint"]
-    return [{name: line[name] for name in line.keys() - CLOCK} for line in kept]
+    lines = [json.loads(text)] if path.suffix == ".json" else map(json.loads, text.splitlines())
+    lines = [line for line in lines if line.get("split") != "checkpoint"]
+    return [{name: line[name] for name in line.keys() - CLOCK} for line in lines]
 
 
 def parse_args():

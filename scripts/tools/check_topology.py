@@ -105,7 +105,7 @@ def connect_store(timeout):
     return dist.PrefixStore(f"check_topology/{run}/{attempt}", store)
 
 
-def gather_descriptions(store, own, timeout):
+def gather_descriptions(store, description, timeout):
     """Gathers the descriptions of all processes, ordered by rank.
 
     Uses the store, because a process group cannot be created while a process is missing.
@@ -117,7 +117,7 @@ def gather_descriptions(store, own, timeout):
     deadline = time.monotonic() + timeout
     keys = [f"process/{rank}" for rank in range(WORLD)]
     try:
-        store.set(keys[RANK], json.dumps(own))
+        store.set(keys[RANK], json.dumps(description))
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.05)
         present = [json.loads(store.get(key)) for key in keys if store.check([key])]
@@ -128,7 +128,7 @@ def gather_descriptions(store, own, timeout):
     ranks = [entry["rank"] for entry in present]
     missing = ", ".join(str(rank) for rank in range(WORLD) if rank not in ranks)
     by_host = grouped((entry["host"], str(entry["rank"])) for entry in present)
-    started = "; ".join(f"{host} has {', '.join(own)}" for host, own in by_host.items())
+    started = "; ".join(f"{host} has {', '.join(members)}" for host, members in by_host.items())
     raise RunFailed(
         f"rank {missing} of {WORLD} did not start within {timeout} s (started: {started})",
         rank_variable=None if ranks[0] == RANK else "RANK",
@@ -292,11 +292,11 @@ def main():
     args = parse_args()
     on_cpu = launch.set_up(shards=True)
     store = connect_store(args.timeout) if WORLD > 1 else None
-    own = describe_process(on_cpu)
+    description = describe_process(on_cpu)
     if WORLD == 1:
-        print(f"{table([own])}\none process: nothing to measure")
+        print(f"{table([description])}\none process: nothing to measure")
         return
-    entries = gather_descriptions(store, own, args.timeout)
+    entries = gather_descriptions(store, description, args.timeout)
     if RANK == 0:
         print(table(entries), flush=True)
     if problems := problems_of(entries):
@@ -306,7 +306,7 @@ def main():
     if not on_cpu:
         torch.cuda.set_device(device)
     options = dict(store=store, rank=RANK, world_size=WORLD, device_id=None if on_cpu else device)
-    connect(own["backend"], device, args.timeout, **options)
+    connect(description["backend"], device, args.timeout, **options)
     # The training scripts also use gloo, to agree when to stop and to wait for work on files.
     if not on_cpu:
         connect("gloo", torch.device("cpu"), args.timeout)

@@ -295,12 +295,12 @@ def conclude(records, results, args):
             f"{name} and {single}: weights differ by {difference:.1e} after {steps} steps and by "
             f"{at_the_end:.1e} at the end, losses by at most {of_losses:.1e}"
         )
-    own = records["ddp"]["losses"][:, 0].tolist()  # before any step, so of the same weights
-    whole, mean = records["ddp_single"]["losses"][0, 0].item(), sum(own) / processes
-    results["losses_of_one_batch"] = {"per_process": own, "mean": mean, "one_process": whole}
+    losses = records["ddp"]["losses"][:, 0].tolist()  # before any step, so of the same weights
+    whole, mean = records["ddp_single"]["losses"][0, 0].item(), sum(losses) / processes
+    results["losses_of_one_batch"] = {"per_process": losses, "mean": mean, "one_process": whole}
     print(
         f"\n{processes} processes, {processes} losses of the first batch: "
-        f"{', '.join(f'{loss:.6f}' for loss in own)}\n"
+        f"{', '.join(f'{loss:.6f}' for loss in losses)}\n"
         f"their mean: {mean:.6f}; one process, the whole batch: {whole:.6f}\n"
     )
     folder = Path(args.output_dir)

@@ -81,13 +81,13 @@ def name_apart(runs, folders):
         run["name"] = "/".join(part[-length:])
 
 
-def choose_metric(runs, wanted):
-    """The metric to show: `wanted`, or accuracy, or else loss, or the first by name."""
-    found = {name for run in runs for line in run["evaluations"] for name in line} - NOT_METRICS
-    if wanted and found and wanted not in found:
-        raise UserError(f"no run evaluates {wanted}: they have {', '.join(sorted(found))}")
-    names = (wanted, "accuracy", "loss", *sorted(found))
-    return next((name for name in names if name in found), wanted or "loss")
+def choose_metric(runs, metric):
+    """The metric to show: `metric`, or accuracy, or else loss, or the first by name."""
+    metrics = {name for run in runs for line in run["evaluations"] for name in line} - NOT_METRICS
+    if metric and metrics and metric not in metrics:
+        raise UserError(f"no run evaluates {metric}: they have {', '.join(sorted(metrics))}")
+    names = (metric, "accuracy", "loss", *sorted(metrics))
+    return next((name for name in names if name in metrics), metric or "loss")
 
 
 def table(runs, metric):

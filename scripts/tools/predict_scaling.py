@@ -164,8 +164,8 @@ def read_link(args):
     Returns:
         tuple[Link, int | None]: the link; the number of machines on which it was measured.
     """
-    given = [name for name in ("topology", "latency", "bandwidth") if getattr(args, name)]
-    if args.step_seconds is None or given not in (["topology"], ["latency", "bandwidth"]):
+    options = [name for name in ("topology", "latency", "bandwidth") if getattr(args, name)]
+    if args.step_seconds is None or options not in (["topology"], ["latency", "bandwidth"]):
         raise UserError("give --step_seconds, and --topology or both --latency and --bandwidth")
     if not args.topology:
         return Link(args.latency, args.bandwidth), None

@@ -138,7 +138,7 @@ def test_help_says_each_default_in_words(monkeypatch):
     said = dict(re.findall(r"^  --(\w+).*?(?:\n +|  +)(\S.*)$", text, re.MULTILINE))
     for flag, end in (
         ("timeout", "before giving up (default: 600)"),
-        ("eval_every", "optimizer steps between evaluations (default: an epoch)"),
+        ("eval_every", "optimizer steps between evaluations; default: an epoch"),
         ("track", ", or none (default: tensorboard)"),
         ("val_fraction", "if there is no val split (default: 0.1)"),
         ("lr_schedule", "falls to a tenth of --lr instead of 0 (default: cosine)"),

@@ -116,8 +116,8 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
     process = accelerator(prepare=lambda loader: prepared.append(loader) or loader)
     args = options(parse, "--gradient_accumulation_steps 2")
     loaders = script.build_loaders(process, data, preprocess, 5, PLAN, args)
-    assert set(loaders) == {"train", "val", "some"} and len(prepared) == 3
-    assert len(loaders["some"].dataset) == 5 and len(loaders["val"].dataset) == 12
+    assert set(loaders) == {"train", "val", "sample"} and len(prepared) == 3
+    assert len(loaders["sample"].dataset) == 5 and len(loaders["val"].dataset) == 12
     batches = list(loaders["train"])
     assert len(batches) == 6 and all(batch["images"].shape == (2, 3, 32, 32) for batch in batches)
     assert next(iter(loaders["val"]))["images"].shape[1:] == (3, 32, 32)

@@ -74,7 +74,7 @@ def refuse_almost_splits(place, split_of_name):
     """
     words = {name: re.findall("train|val|dev|test", name.lower()) for name in split_of_name}
     almost = [name for name, split in split_of_name.items() if split is None]
-    if almost and all(words.values()) and len({WORDS[some[-1]] for some in words.values()}) > 1:
+    if almost and all(words.values()) and len({WORDS[match[-1]] for match in words.values()}) > 1:
         first = min(almost)
         raise UserError(
             f"--dataset {place}: rename {first}: to {WORDS[words[first][-1]]} if it is a split "
@@ -111,26 +111,26 @@ def files_by_split(root, files):
     Raises:
         UserError: some names say a split and others do not, or not exactly; or none says train.
     """
-    split_of_file, found = {}, {}
+    split_of_file, splits = {}, {}
     for file in files:
         parts = re.sub(STRIPPED, "", file).split("/")
         split = next(filter(None, map(split_of, reversed(parts))), None)
         split_of_file[file] = split
-        found.setdefault(split, []).append(Path(root) / file)
+        splits.setdefault(split, []).append(Path(root) / file)
     refuse_almost_splits(root, split_of_file)
-    if len(found) == 1:
-        return {"train": next(iter(found.values()))}
-    if None in found:
-        split, other = next(filter(None, found)), found[None][0].name
+    if len(splits) == 1:
+        return {"train": next(iter(splits.values()))}
+    if None in splits:
+        split, other = next(filter(None, splits)), splits[None][0].name
         raise UserError(
-            f"--dataset {root}: by its name, {found[split][0].name} is one of its splits, and "
+            f"--dataset {root}: by its name, {splits[split][0].name} is one of its splits, and "
             f"{other} is not: rename or remove one of them (train.*, val.* and test.* are splits)"
         )
-    if "train" not in found:
+    if "train" not in splits:
         raise UserError(
-            f"--dataset {root} has no train split, only {' and '.join(found)}: name one train"
+            f"--dataset {root} has no train split, only {' and '.join(splits)}: name one train"
         )
-    return {split: found[split] for split in SPLITS if split in found}
+    return {split: splits[split] for split in SPLITS if split in splits}
 
 
 def name_splits(name, tables, left_out):
@@ -158,8 +158,8 @@ def local_path(name, alternatives):
     path = Path(name).expanduser()
     if path.exists():
         return path
-    known = {*READERS, ".txt", ".npz"}
-    if name.startswith((".", "/", "~")) or path.suffix.lower() in known:
+    suffixes = {*READERS, ".txt", ".npz"}
+    if name.startswith((".", "/", "~")) or path.suffix.lower() in suffixes:
         raise UserError(f"--dataset {name}: there is no such file or folder; {alternatives}")
     return None
 
@@ -195,13 +195,15 @@ def load_table(name, *, subset=None, files=None, streaming=False, alternatives="
     source = dict(path=str(path or name), name=subset)
     if files:
         suffix = next(iter(files.values()))[0].suffix.lower()
-        for file in (file for some in files.values() for file in some):
+        for file in (file for paths in files.values() for file in paths):
             if "::" in str(file):  # the library takes what follows for a path in an archive
                 raise UserError(f"--dataset {name}: rename {file}, because of the `::`")
         # The library takes names for patterns. It knows files by their time of change; and here by
         # their sizes, because images of containers give all files the same time.
-        named = {split: [glob.escape(str(file)) for file in some] for split, some in files.items()}
-        sizes = [file.stat().st_size for some in files.values() for file in some]
+        named = {
+            split: [glob.escape(str(file)) for file in paths] for split, paths in files.items()
+        }
+        sizes = [file.stat().st_size for paths in files.values() for file in paths]
         version = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
         reader = "text" if as_lines else READERS[suffix]
         source = dict(path=reader, name=version, data_files=named)

@@ -88,10 +88,10 @@ def load_arrays(name, *, seed=0, val_fraction=None, columns=None):
     return in_memory(find_images(name, seed=seed, val_fraction=val_fraction, columns=columns))
 
 
-def in_memory(found, skip=False):
+def in_memory(data, skip=False):
     """The same `ImageSplits`, loaded; `skip`: an image that cannot be read has the label -1."""
     decoded, splits = {}, {}
-    for split, images in found.splits.items():
+    for split, images in data.splits.items():
         # All images of a source: other choices of the val split then use the same file.
         source = images.source
         if source not in decoded:
@@ -110,7 +110,7 @@ def in_memory(found, skip=False):
         f"images are used at {SIZE}x{SIZE} pixels: the center of others, after their shorter side "
         f"is scaled to {SIZE}"
     )
-    return replace(found, splits=splits, details=[*found.details, detail])
+    return replace(data, splits=splits, details=[*data.details, detail])
 
 
 def _decoded(source):

@@ -73,8 +73,8 @@ def find_in_folder(root, layouts):
         the Hub has.
 
     Raises:
-        UserError: there is no class folder, it cannot be decided which folders are splits, or a
-            list may say something else.
+        UserError: there is no class folder, it cannot be decided which folders are splits, or
+            there is a list such as metadata.csv, which is not read.
     """
     files, others, left_out = scan(root, EXTENSIONS)
     if files and (lists := LISTS.intersection(others)):
@@ -84,11 +84,11 @@ def find_in_folder(root, layouts):
         )
     loose, folders = _divide(files, 0)
     by_split = _find_splits(root, folders)
-    found = {} if by_split or not folders else {"train": folders}
+    splits = {} if by_split or not folders else {"train": folders}
     for split, folder in by_split.items():
         direct, classes = _divide(folders[folder], 1)
         if classes:
-            found[split] = classes
+            splits[split] = classes
         elif split != "test":
             raise UserError(
                 f"--dataset {root}: its {split} split has no class folder with images; {layouts}"
@@ -96,15 +96,19 @@ def find_in_folder(root, layouts):
         if direct:
             where = "in no class folder" if classes else "of a test split without classes"
             left_out.add(f"images {where}", direct[0], len(direct))
-    if not found and any(file.lower().endswith(TABLES + ARCHIVES) for file in others):
+    if not splits and any(file.lower().endswith(TABLES + ARCHIVES) for file in others):
         return None
     if loose:
         left_out.add("images in no class folder", loose[0], len(loose))
-    if not found:
+    if not splits:
         seen = "; ".join(left_out.lines())
         raise UserError(f"--dataset {root} has no class folder with images ({seen}); {layouts}")
-    names = sorted(set().union(*found.values()))
-    return {split: _labeled(root, some, names) for split, some in found.items()}, names, left_out
+    names = sorted(set().union(*splits.values()))
+    return (
+        {split: _labeled(root, classes, names) for split, classes in splits.items()},
+        names,
+        left_out,
+    )
 
 
 def _divide(files, depth):
@@ -146,7 +150,7 @@ def _find_splits(root, folders):
                 f"{root / folder}, or put the classes into the splits, as {split}/{folder}"
             )
     names = inside[others[0]] if len(others) > 1 else []
-    if len(names) > 1 and all(some == names for some in inside.values()):
+    if len(names) > 1 and all(subfolders == names for subfolders in inside.values()):
         raise UserError(
             f"--dataset {root}: {', '.join(map(shown, folders))} have the same sub-folders, so "
             f"they are no classes: rename {shown(others[0])}, since a split is called train, val "
@@ -182,8 +186,8 @@ def find_arrays(name, path, class_names=None):
     try:
         with np.load(regular_file(path)) as file:
             keys = file.files
-            wanted = [key for key in keys if key.split("_")[0] in (*SPLITS, "class")]
-            arrays = {key: file[key] for key in wanted}
+            array_names = [key for key in keys if key.split("_")[0] in (*SPLITS, "class")]
+            arrays = {key: file[key] for key in array_names}
     except Exception as error:  # whatever NumPy stumbles over in a file that is damaged
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"--dataset {name} cannot be read: {reason}") from None
@@ -194,9 +198,9 @@ def find_arrays(name, path, class_names=None):
             pixels = Pixels(images, f"{name}, {split} split", f"{version} {split}")
             splits[split] = Images(pixels, np.arange(len(labels)), labels)
     if not splits:
-        found = f"only {', '.join(sorted(keys)[:SHOWN])}" if keys else "nothing"
+        contents = f"only {', '.join(sorted(keys)[:SHOWN])}" if keys else "nothing"
         raise UserError(
-            f"--dataset {name} has no array train_images, {found}: "
+            f"--dataset {name} has no array train_images, {contents}: "
             "save its arrays as train_images, train_labels, test_images, test_labels"
         )
     count = 1 + max(int(images.labels.max()) for images in splits.values())

@@ -20,9 +20,9 @@ SUFFIXES = (*weight_files.PICKLES, ".safetensors")
 
 def check_name(name):
     """Raises UserError, with the nearest names, if torchvision has no such classifier."""
-    known = torchvision.models.list_models(module=torchvision.models)
-    if name not in known:
-        nearest = _nearest(name, known)
+    names = torchvision.models.list_models(module=torchvision.models)
+    if name not in names:
+        nearest = _nearest(name, names)
         raise UserError(f"--model {name}: torchvision has no classifier of this name; {nearest}")
     if name.startswith(("mnasnet", "googlenet", "inception")):
         raise UserError(
@@ -74,19 +74,19 @@ def find(name, choice):
     if choice.endswith(SUFFIXES) or "/" in choice:
         raise UserError(f"weights {choice}: there is no such file or folder")
     enum = torchvision.models.get_model_weights(name)
-    known = ["DEFAULT", *enum.__members__] if len(enum) else []
+    names = ["DEFAULT", *enum.__members__] if len(enum) else []
     short = choice.rpartition(".")[2]
-    if short not in known:
-        nearest = _nearest(short, known)
+    if short not in names:
+        nearest = _nearest(short, names)
         raise UserError(f"weights {choice}: torchvision has no such weights of {name}; {nearest}")
     return enum[short] if short in enum.__members__ else enum.DEFAULT
 
 
-def preprocessing(found, size=None):
+def preprocessing(weights, size=None):
     """Finds out what is done to an image before the model sees it, as these weights were trained.
 
     Args:
-        found: what `find` returned.
+        weights: what `find` returned.
         size (int | None): pixels of the model's input; None: as the weights have it, or 224.
 
     Returns:
@@ -94,10 +94,10 @@ def preprocessing(found, size=None):
         for values from 0 to 1.
     """
     values = dict(resize=256, crop=224, interpolation="bilinear", **IMAGENET)
-    if isinstance(found, Path):
-        values |= (weight_files.read(found).config or {}).get("preprocessing", {})
-    elif found is not None:
-        presets = found.transforms()
+    if isinstance(weights, Path):
+        values |= (weight_files.read(weights).config or {}).get("preprocessing", {})
+    elif weights is not None:
+        presets = weights.transforms()
         values = dict(resize=presets.resize_size[0], crop=presets.crop_size[0])
         values["interpolation"] = presets.interpolation.value
         values |= dict(mean=list(presets.mean), std=list(presets.std))
@@ -144,35 +144,35 @@ def train(model):
     """Calls `model.train()`, except for frozen batch norm: it would go on to collect statistics."""
     model.train()
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        frozen = own and not any(parameter.requires_grad for parameter in own)
+        parameters = list(module.parameters(recurse=False))
+        frozen = parameters and not any(parameter.requires_grad for parameter in parameters)
         if frozen and isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
 
 
 def _load(model, config, choice):
-    found = find(config["model"], choice)
-    if isinstance(found, Path):
-        saved = weight_files.read(found)
+    weights = find(config["model"], choice)
+    if isinstance(weights, Path):
+        saved = weight_files.read(weights)
         state, file = saved.state, saved.file
         class_names = (saved.config or {}).get("class_names", config["class_names"])
         if class_names != config["class_names"]:
             last = head(model) + "."
             state = {key: value for key, value in state.items() if not key.startswith(last)}
     else:
-        file = Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
+        file = Path(torch.hub.get_dir()) / "checkpoints" / weights.url.rpartition("/")[2]
         try:
-            state = found.get_state_dict(progress=False, check_hash=True)
+            state = weights.get_state_dict(progress=False, check_hash=True)
         except (URLError, OSError, RuntimeError) as error:
             reason = getattr(error, "reason", error)
             raise UserError(
                 f"weights {choice}: cannot download the weights ({reason}): put the file from "
-                f"{found.url} at {file}"
+                f"{weights.url} at {file}"
             ) from None
     place = f"{file} (--weights; the network is that of --model, {config['model']})"
     return weight_files.load_into(model, state, place, file)
 
 
-def _nearest(name, known):
-    close = difflib.get_close_matches(name, known, cutoff=0.4)
-    return f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(known)}"
+def _nearest(name, names):
+    close = difflib.get_close_matches(name, names, cutoff=0.4)
+    return f"the nearest: {', '.join(close)}" if close else f"there are: {', '.join(names)}"

@@ -28,17 +28,17 @@ def summarize(labels, losses, top):
         metrics["top5"] = hits[counts].any(1).double().mean().item()
     right, true, predicted = _per_class(labels[counts], top[counts, 0])
     metrics["balanced_accuracy"] = (right / true)[true > 0].mean().item()
-    some = true + predicted > 0
-    metrics["macro_f1"] = (2 * right / (true + predicted))[some].mean().item()
+    mask = true + predicted > 0
+    metrics["macro_f1"] = (2 * right / (true + predicted))[mask].mean().item()
     return {**metrics, "images": many}
 
 
 def readable(labels):
     """Which labels are not -1, bool [samples]. Raises UserError if none is: there is no image."""
-    found = labels >= 0
-    if not found.any():
+    mask = labels >= 0
+    if not mask.any():
         raise UserError(f"none of the {len(labels):,} images can be read")
-    return found
+    return mask
 
 
 def score(metrics, name):

@@ -74,8 +74,8 @@ def find_images(name, *, seed=0, val_fraction=0.1, columns=None):
         val_fraction = 0.1 if len(splits) == 1 else 0
     if "val" not in splits and val_fraction > 0:
         train = splits["train"]
-        kept, held_out = split_off(train, class_names, seed, val_fraction, first)
-        splits |= {"train": train.select(kept), "val": train.select(held_out)}
+        train_rows, val_rows = split_off(train, class_names, seed, val_fraction, first)
+        splits |= {"train": train.select(train_rows), "val": train.select(val_rows)}
     if len(splits) == 1:
         raise UserError(
             f"--dataset {name} has no test split and no val split: give --val_fraction 0.1, say, "
@@ -101,8 +101,8 @@ def find_splits(name, seed=0, columns=None, class_names=None):
     Returns:
         tuple: the splits (dict of `Images`), the names of the classes, and what was `LeftOut`.
     """
-    found, known, left_out = _open(name, seed, columns or (None, None), class_names)
-    splits = {split: found[split] for split in SPLITS if split in found}
+    splits, names, left_out = _open(name, seed, columns or (None, None), class_names)
+    splits = {split: splits[split] for split in SPLITS if split in splits}
     if class_names is None and "train" not in splits:
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(splits)}: add it, or rename a "
@@ -111,16 +111,16 @@ def find_splits(name, seed=0, columns=None, class_names=None):
     where = "those of the model"
     if class_names is None:
         where = "its train split"
-        class_names = [known[label] for label in np.unique(splits["train"].labels)]
-        unused = [class_name for class_name in known if class_name not in class_names]
+        class_names = [names[label] for label in np.unique(splits["train"].labels)]
+        unused = [class_name for class_name in names if class_name not in class_names]
         if unused:
             left_out.add("classes without images to train with", unused[0], len(unused))
     position = {class_name: label for label, class_name in enumerate(class_names)}
-    new_labels = np.array([position.get(class_name, -1) for class_name in known], dtype=np.int64)
+    new_labels = np.array([position.get(class_name, -1) for class_name in names], dtype=np.int64)
     for split, images in splits.items():
         labels = new_labels[images.labels]
         for index in np.flatnonzero(labels < 0)[:1]:
-            class_name = shown(known[images.labels[index]])
+            class_name = shown(names[images.labels[index]])
             raise UserError(
                 f"--dataset {name}: class {class_name} of its {split} split "
                 f"({images.name(index)}) is not in {where}"
@@ -137,11 +137,13 @@ def _open(name, seed, columns, class_names):
     if path and path.is_file() and path.suffix.lower() == ".npz":
         return *local.find_arrays(name, path, class_names), LeftOut()
     if path and path.is_file() and path.suffix.lower() not in local.TABLES:
-        known = ", ".join([*local.TABLES, ".npz"])
-        raise UserError(f"--dataset {name} is a file that does not end in {known}; {ALTERNATIVES}")
-    found = local.find_in_folder(path.resolve(), ALTERNATIVES) if path and path.is_dir() else None
-    if found:
-        return found
+        suffixes = ", ".join([*local.TABLES, ".npz"])
+        raise UserError(
+            f"--dataset {name} is a file that does not end in {suffixes}; {ALTERNATIVES}"
+        )
+    images = local.find_in_folder(path.resolve(), ALTERNATIVES) if path and path.is_dir() else None
+    if images:
+        return images
     from utils.images import tables  # here, because it imports `datasets`, which takes a second
 
     return tables.find(name, path, columns, ALTERNATIVES)

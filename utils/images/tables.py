@@ -24,13 +24,13 @@ UNKNOWN = (None, -1, "-1", "")  # instead of a label
 LABEL_NAMES = ("label", "labels", "class", "cls", "target", "fine_label")
 
 
-def find(name, path, wanted, alternatives):
+def find(name, path, columns, alternatives):
     """Finds the images, splits and classes of tables; decodes nothing.
 
     Args:
         name (str): the value of `--dataset`.
         path (Path | None): a file or a folder; None: `name` is a Hub id.
-        wanted (tuple): the columns of the images and of their labels, or None for those that
+        columns (tuple): the columns of the images and of their labels, or None for those that
             `find_columns` finds.
         alternatives (str): what else the user can give; error messages end with it.
 
@@ -48,7 +48,7 @@ def find(name, path, wanted, alternatives):
         raise UserError(
             f"--dataset {name} has no train split, only {', '.join(tables)}; {alternatives}"
         )
-    image_column, label_column = find_columns(name, next(iter(used.values())).features, *wanted)
+    image_column, label_column = find_columns(name, next(iter(used.values())).features, *columns)
     labels, names = _read_labels(used, label_column)
     splits = {}
     for split, values in labels.items():
@@ -105,8 +105,8 @@ def find_columns(name, features, image_column, label_column):
     named = [column for column in LABEL_NAMES if column in features]
     label_column = _choose(name, features, "label", label_column, typed or named)
     kind = features[label_column]
-    known = ("int", "uint", "bool", "string", "large_string")
-    is_value = isinstance(kind, datasets.Value) and kind.dtype.startswith(known)
+    dtypes = ("int", "uint", "bool", "string", "large_string")
+    is_value = isinstance(kind, datasets.Value) and kind.dtype.startswith(dtypes)
     if not (isinstance(kind, datasets.ClassLabel) or is_value):
         raise UserError(
             f"the column {label_column} of --dataset {name} has {kind}, and not one class for each "
@@ -115,18 +115,18 @@ def find_columns(name, features, image_column, label_column):
     return image_column, label_column
 
 
-def _choose(name, features, kind, wanted, candidates):
-    """The column that is wanted, or the only candidate."""
-    if wanted in features:
-        return wanted
-    if wanted is not None:
+def _choose(name, features, kind, column, candidates):
+    """`column`, or else the only candidate."""
+    if column in features:
+        return column
+    if column is not None:
         listed = ", ".join(features)
-        raise UserError(f"--columns {wanted}: --dataset {name} has the columns {listed}")
+        raise UserError(f"--columns {column}: --dataset {name} has the columns {listed}")
     if len(candidates) == 1:
         return candidates[0]
     listed = ", ".join(candidates or features)
-    found = f"several {kind} columns" if candidates else f"no known {kind} column, only"
-    raise UserError(f"--dataset {name} has {found} {listed}: {GIVE}")
+    problem = f"several {kind} columns" if candidates else f"no known {kind} column, only"
+    raise UserError(f"--dataset {name} has {problem} {listed}: {GIVE}")
 
 
 def _has_bytes(kind):
@@ -154,13 +154,13 @@ def _read_labels(tables, column):
     for split, table in tables.items():
         read = [_in_one_form(value) for value in _values(table, column)]
         values[split] = [None if value in UNKNOWN else value for value in read]
-    known = sorted({*declared}.union(*values.values()) - {None})
-    position = {value: number for number, value in enumerate(known)} | {None: -1}
+    classes = sorted({*declared}.union(*values.values()) - {None})
+    position = {value: number for number, value in enumerate(classes)} | {None: -1}
     labels = {
-        split: np.array([position[value] for value in some], dtype=np.int64)
-        for split, some in values.items()
+        split: np.array([position[value] for value in rows], dtype=np.int64)
+        for split, rows in values.items()
     }
-    return labels, [_in_one_form(str(declared.get(value, value))) for value in known]
+    return labels, [_in_one_form(str(declared.get(value, value))) for value in classes]
 
 
 def _in_one_form(value):

@@ -43,8 +43,8 @@ class EvalTransform:
         """
         if max(image.width, image.height) > LONGEST * min(image.width, image.height):
             raise BadImage(f"it is {image.width} x {image.height} pixels, too long: cut it")
-        wanted = 2 * self._resize
-        pixels = image.pixels(reduction_for(image.width, image.height, wanted, wanted))
+        minimum = 2 * self._resize
+        pixels = image.pixels(reduction_for(image.width, image.height, minimum, minimum))
         if min(pixels.shape[1:]) != self._resize:
             pixels = F.resize(pixels, [self._resize], self._interpolation)
         return F.center_crop(pixels, [self.size, self.size])

@@ -255,11 +255,11 @@ def _load(accelerator, config, args, options):
 def load_weights(name, **options):
     """A model with all its weights. Raises UserError if one is missing: it would be random."""
     options |= dict(use_safetensors=True, output_loading_info=True)
-    model, found = AutoModelForCausalLM.from_pretrained(source(name), **options)
-    unknown = sorted(found["unexpected_keys"])
+    model, loading_info = AutoModelForCausalLM.from_pretrained(source(name), **options)
+    unknown = sorted(loading_info["unexpected_keys"])
     if unknown and PartialState().is_main_process:  # of a vision tower, say
         notice(f"{name}: weights that the model does not have, such as {unknown[0]}, are left out")
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise UserError(f"{name}: its files have no {missing[0]} ({len(missing)} are missing)")
     return model
@@ -374,12 +374,12 @@ def find_weights(model, name):
     shapes, places = {}, {}
     for path in (folder / file for file in files):
         with safe_open(path, framework="pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        shapes |= found
-        places |= dict.fromkeys(found, path)
-    own = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+            file_shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        shapes |= file_shapes
+        places |= dict.fromkeys(file_shapes, path)
+    parameters = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}  # also tied ones
-    return places if shapes == own and every == model.state_dict().keys() else None
+    return places if shapes == parameters and every == model.state_dict().keys() else None
 
 
 def keeps_names(model):
@@ -402,7 +402,7 @@ def read_slices(places, accelerator, model, drawn, cpu_offload=False):
             of the main process.
         cpu_offload (bool): whether the shards lie in memory of the CPU.
     """
-    values, wanted, state = {}, defaultdict(dict), {}
+    values, tensors, state = {}, defaultdict(dict), {}
     for name, weight in model.state_dict(keep_vars=True).items():
         if weight not in values:  # else it is tied
             layout = dict(device_mesh=weight.device_mesh, placements=weight.placements)
@@ -414,15 +414,15 @@ def read_slices(places, accelerator, model, drawn, cpu_offload=False):
                 value = distribute_tensor(source, **layout)
             values[weight] = value.to("cpu") if cpu_offload else value
             if plain in places:
-                wanted[places[plain]][plain] = values[weight]
+                tensors[places[plain]][plain] = values[weight]
         state[name] = values[weight]
-    run_on_all(accelerator, lambda: _fill(wanted))
+    run_on_all(accelerator, lambda: _fill(tensors))
     model.load_state_dict(state, assign=True)
     return model
 
 
-def _fill(wanted):
-    for path, weights in wanted.items():
+def _fill(tensors):
+    for path, weights in tensors.items():
         with safe_open(path, framework="pt") as file:
             for name, weight in weights.items():
                 start, part = own_part(weight)

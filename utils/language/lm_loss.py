@@ -163,8 +163,8 @@ def check(accelerator, model, packed):
                 "attend to each other: use another --attention, or another model"
             )
     loss, targets = loss_of(alone), alone.pop("targets")
-    own = model(**alone, labels=targets, shift_labels=targets, use_cache=False).loss.item()
-    if far(loss, own * targets.numel(), rounding):
+    mean_loss = model(**alone, labels=targets, shift_labels=targets, use_cache=False).loss.item()
+    if far(loss, mean_loss * targets.numel(), rounding):
         raise UserError(f"{name} cannot be trained: it has another loss than that of each token")
     model.train(was_training)
 

@@ -111,12 +111,12 @@ class Blocks(torch.utils.data.Dataset):
 
     def select(self, indices):
         """The `Blocks` at `indices` (int64, ascending), with an estimate of their bytes."""
-        kept = np.isin(self.pieces.blocks, indices)
-        *columns, blocks = (column[kept] for column in self.pieces)
+        mask = np.isin(self.pieces.blocks, indices)
+        *columns, blocks = (column[mask] for column in self.pieces)
         pieces = Pieces(*columns, np.searchsorted(indices, blocks))
-        some = Blocks(self.stream, pieces, self.block_size, self.pad_id)
-        some.bytes = self.bytes and self.bytes * some.target_tokens / self.target_tokens
-        return some
+        selection = Blocks(self.stream, pieces, self.block_size, self.pad_id)
+        selection.bytes = self.bytes and self.bytes * selection.target_tokens / self.target_tokens
+        return selection
 
     def first(self, count):
         """The first `count` blocks, as `select` returns them."""
@@ -211,8 +211,8 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
     Returns:
         tuple: Blocks; an empty dict, since nothing is left out.
     """
-    kept = documents["length"] > 1
-    starts, positions = documents["start"][kept], documents["length"][kept] - 1
+    mask = documents["length"] > 1
+    starts, positions = documents["start"][mask], documents["length"][mask] - 1
     begins, total = np.cumsum(positions) - positions, int(positions.sum())
     if packed:
         cuts = np.union1d(begins, np.arange(0, total, block_size))
@@ -225,7 +225,7 @@ def cut_text(stream, documents, block_size, pad_id, *, packed=True):
     owners = np.searchsorted(begins, cuts, side="right") - 1
     lengths = np.diff(np.append(cuts, total))
     pieces = Pieces(starts[owners] + cuts - begins[owners], lengths, lengths, blocks)
-    return Blocks(stream, pieces, block_size, pad_id, int(documents["bytes"][kept].sum())), {}
+    return Blocks(stream, pieces, block_size, pad_id, int(documents["bytes"][mask].sum())), {}
 
 
 def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
@@ -244,9 +244,9 @@ def pack_conversations(stream, documents, block_size, pad_id, *, packed=True):
     for place in np.flatnonzero(long):
         start = int(documents["start"][place]) + 1
         targets[place] = stream.is_target[start : start + block_size].sum()
-    kept = targets > 0
-    counts = {"truncated": int((long & kept).sum()), "no targets": int((~kept).sum())}
-    chosen = np.flatnonzero(kept)
+    has_targets = targets > 0
+    counts = {"truncated": int((long & has_targets).sum()), "no targets": int((~has_targets).sum())}
+    chosen = np.flatnonzero(has_targets)
     blocks = best_fit(positions[chosen], block_size) if packed else np.arange(len(chosen))
     by_block = np.argsort(blocks, kind="stable")
     order = chosen[by_block]

@@ -118,14 +118,14 @@ class Table(NamedTuple):
     details: list
 
 
-def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, streaming=False):
+def open_rows(name, kinds, needs, *, use=(("train",), ("val",)), subset=None, streaming=False):
     """Opens the rows of a data set, as a `Table`.
 
     Args:
         name (str): the value of `--dataset`: a Hub id, a file or a folder.
         kinds (dict): kind -> the columns that it has (tuple); the first that fits is that of a
             table, of which these are read, and `tools`. Plain text has the kind `text`.
-        wanted (str): what a table needs, for messages.
+        needs (str): what a table needs, for messages.
         use (tuple): groups of splits: of each, the first that the data has is used.
         subset (str | None): a configuration of a Hub id.
         streaming (bool): read rows as they are needed, instead of all of them now.
@@ -148,11 +148,11 @@ def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, s
         return _table(opened, "text", use, left_out)
     is_lines = files is not None and READERS[files["train"][0].suffix.lower()] == "json"
     options = dict(subset=subset, streaming=streaming, alternatives=ALTERNATIVES)
-    found = load_table(name, files=files, as_lines=is_lines, **options)
-    tables = name_splits(name, found, left_out)
+    splits = load_table(name, files=files, as_lines=is_lines, **options)
+    tables = name_splits(name, splits, left_out)
     if "train" not in tables:
         raise UserError(
-            f"--dataset {name} has no train split, only {', '.join(found)}; {ALTERNATIVES}"
+            f"--dataset {name} has no train split, only {', '.join(splits)}; {ALTERNATIVES}"
         )
     sample, opened = _sample(files) if streaming and files else "", {}
     for split, table in tables.items():
@@ -162,10 +162,10 @@ def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, s
         # Lines have the columns of the first one, and a stream may know its own only then.
         train = opened["train"] if is_lines else tables["train"]
         columns = getattr(train, "column_names", None) or list(next(iter(train), {}))
-    kind = next((kind for kind, some in kinds.items() if set(some) <= set(columns)), None)
+    kind = next((kind for kind, fields in kinds.items() if set(fields) <= set(columns)), None)
     if kind is None:
         listed = ", ".join(map(str, columns)) or "none"
-        raise UserError(f"--dataset {name} has the columns {listed}; one needs {wanted}")
+        raise UserError(f"--dataset {name} has the columns {listed}; one needs {needs}")
     if not is_lines:
         read = {*kinds[kind], "tools"} & {*columns}
         for split, table in tables.items():
@@ -177,7 +177,7 @@ def open_rows(name, kinds, wanted, *, use=(("train",), ("val",)), subset=None, s
 def _table(opened, kind, use, left_out):
     """The `Table` of the splits that are used, of those that were opened (dict)."""
     present = ([split for split in group if split in opened] for group in use)
-    splits, details = {some[0]: opened[some[0]] for some in present if some}, []
+    splits, details = {names[0]: opened[names[0]] for names in present if names}, []
     if left_out is not None:
         for split, rows in opened.items():
             name = split if split in splits else f"{split}, not used"
@@ -215,8 +215,8 @@ def _find_files(name):
         if path.suffix.lower() in COMPRESSED:
             raise UserError(f"--dataset {name} is compressed: unpack it first")
         return {"train": [path]}, LeftOut()
-    found, _, left_out = scan(path, {PLAIN, *READERS})
-    files, kinds = [file for file in found if Path(file).name not in METADATA], {}
+    entries, _, left_out = scan(path, {PLAIN, *READERS})
+    files, kinds = [file for file in entries if Path(file).name not in METADATA], {}
     for file in files:
         suffix = Path(file).suffix.lower()
         kinds.setdefault(suffix if suffix in READERS else "text", file)

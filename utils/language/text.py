@@ -108,8 +108,8 @@ def read_splits(name, column, seed=0, **options):
     if name == "synthetic":
         text = bytearray(synthetic_text(seed))
         return {"train": torch.frombuffer(text, dtype=torch.uint8)}, []
-    wanted = f"{column}: give --text_column, if the text has another name"
-    table, texts = open_rows(name, {"text": (column,)}, wanted, **options), {}
+    needs = f"{column}: give --text_column, if the text has another name"
+    table, texts = open_rows(name, {"text": (column,)}, needs, **options), {}
     for split, rows in table.splits.items():
         if rows.in_memory:
             texts[split] = _read_files([row["text"] for row in rows], rows.fingerprint)

@@ -260,9 +260,9 @@ def fingerprint_of(encoder):
 def _write(rows, encoder, kind):
     """Yields the content of a file: tokens, the segments that they are of, and their number."""
     drafts, segments = _drafts(rows, encoder, kind), []
-    while some := list(itertools.islice(drafts, AT_ONCE)):
-        documents = iter(encoder.encode([draft for _, draft in some if draft is not None]))
-        for number, draft in some:
+    while batch := list(itertools.islice(drafts, AT_ONCE)):
+        documents = iter(encoder.encode([draft for _, draft in batch if draft is not None]))
+        for number, draft in batch:
             document = EMPTY if draft is None else next(documents)
             tokens = np.empty(len(document.tokens), _fields(kind))
             tokens["token"] = document.tokens

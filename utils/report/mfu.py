@@ -35,7 +35,7 @@ def peak_flops(accelerator):
     if accelerator.device.type != "cuda" or accelerator.mixed_precision not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name()
-    for known, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{known}\b", name) and not re.search(VARIANTS, name, re.IGNORECASE):
+    for gpu, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{gpu}\b", name) and not re.search(VARIANTS, name, re.IGNORECASE):
             return tflops * 1e12 * accelerator.num_processes
     return None

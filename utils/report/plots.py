@@ -87,8 +87,10 @@ def _logged_metrics(path):
     lines = (line for line in json_lines(path) if line["split"] in ("val", "test"))
     others = {"loss", "epoch", "score"}
     names = [name for name, value in next(lines, {}).items() if isinstance(value, float)]
-    kept = [name for name in names if name not in others and not name.endswith("_standard_error")]
-    return {name: name.replace("_", " ") for name in ("loss", *kept[:1])}
+    metrics = [
+        name for name in names if name not in others and not name.endswith("_standard_error")
+    ]
+    return {name: name.replace("_", " ") for name in ("loss", *metrics[:1])}
 
 
 def save(figure, path, rect=None):

@@ -26,10 +26,10 @@ class Trackers:
         self._names, self._folder = [name.strip() for name in names], args.output_dir
         for name in self._names:
             if name not in map(str, get_available_trackers()):
-                known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+                trackers = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
                 raise UserError(
                     f"--track {name}: not known, or not installed (pip install {name}); use none, "
-                    f"or one or more of {known}, separated by commas"
+                    f"or one or more of {trackers}, separated by commas"
                 )
 
     def options(self):
@@ -94,7 +94,9 @@ class Trackers:
 
     def finish(self, run):
         """Writes TensorBoard's table of hyperparameters, arguments and final metrics; ends all."""
-        given = {name: value for name, value in run.identity.arguments.items() if value is not None}
+        hparams = {
+            name: value for name, value in run.identity.arguments.items() if value is not None
+        }
         final = {
             f"final/{name}": value
             for name, value in run.results.items()
@@ -102,7 +104,7 @@ class Trackers:
         }
         options = dict(run_name=".", global_step=run.results["global_step"])
         self._for_each(
-            lambda tracker: tracker.tracker.add_hparams(given, final, **options), ("tensorboard",)
+            lambda tracker: tracker.tracker.add_hparams(hparams, final, **options), ("tensorboard",)
         )
         # Here, because `end_training` would raise the error of one that cannot write.
         self._for_each(lambda tracker: tracker.finish())
@@ -121,7 +123,7 @@ class Trackers:
                     self._accelerator.trackers.append(tracker)
 
 
-def start_profiler(accelerator, folder, wanted):
+def start_profiler(accelerator, folder, enabled):
     """Profiles optimizer steps 3 to 5 on the main process.
 
     Writes `profile/trace.json` (open it at ui.perfetto.dev) and `profile/operators.txt` in
@@ -130,7 +132,7 @@ def start_profiler(accelerator, folder, wanted):
     Returns:
         an object on which to call `step()` after each optimizer step, and `stop()` after the last.
     """
-    if not wanted or not accelerator.is_main_process:
+    if not enabled or not accelerator.is_main_process:
         return SimpleNamespace(step=lambda: None, stop=lambda: None)
 
     def write(profile):

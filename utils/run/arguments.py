@@ -201,8 +201,8 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--checkpoint_every",
             type=number(int, 0),
-            help="optimizer steps between checkpoints; 0: only at the end and on preemption "
-            "(default: an epoch, and before each evaluation)",
+            help="optimizer steps between checkpoints; 0: only at the end and on preemption; "
+            "default: an epoch, and before each evaluation",
         )
         group.add_argument(
             "--keep_checkpoints",
@@ -213,7 +213,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--eval_every",
             type=COUNT,
-            help="optimizer steps between evaluations (default: an epoch)",
+            help="optimizer steps between evaluations; default: an epoch",
         )
         group.add_argument(
             "--log_every",
@@ -257,7 +257,7 @@ def _expand(words):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows a default unless it is None or False; N stands for any number."""
+    """Shows a default unless it is None, False or empty; N stands for any number."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)
@@ -267,7 +267,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action):
         default = action.default
-        if default is None or default is False or default == argparse.SUPPRESS:
+        if default is None or default is False or default in ("", argparse.SUPPRESS):
             return action.help
         help_text = action.help.partition("; default: ")[0]  # that of a script without a preset
         if isinstance(default, list):

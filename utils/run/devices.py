@@ -95,9 +95,9 @@ def threads_per_process():
 
     The variable of this process does not count: `accelerate launch` and `torchrun` always set it.
     """
-    wanted = launcher.option("--num_cpu_threads_per_process")
-    wanted = wanted or launcher.variable("OMP_NUM_THREADS") or ""
-    return (int(wanted) if wanted.isdecimal() else 0) or cores_per_process()
+    threads = launcher.option("--num_cpu_threads_per_process")
+    threads = threads or launcher.variable("OMP_NUM_THREADS") or ""
+    return (int(threads) if threads.isdecimal() else 0) or cores_per_process()
 
 
 def cores():

@@ -94,8 +94,8 @@ def describe(error):
     Decides by the type of the error and by where it was raised. The text alone never decides:
     an HTTP client also says "timed out".
     """
-    for known in (_out_of_memory, _full_disk, _not_deterministic):
-        line = known(error)
+    for check in (_out_of_memory, _full_disk, _not_deterministic):
+        line = check(error)
         if line:
             return line
     if is_lost_contact(error):

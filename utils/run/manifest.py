@@ -208,11 +208,11 @@ def _sizes(folder):
     for place, folders, files in os.walk(folder):
         for name in folders + files:
             path = Path(place, name)
-            found, relative = path.lstat(), str(path.relative_to(folder))
-            if stat.S_ISREG(found.st_mode):
+            status, relative = path.lstat(), str(path.relative_to(folder))
+            if stat.S_ISREG(status.st_mode):
                 if not name.startswith(JUNK):
-                    sizes[relative] = found.st_size
-            elif not stat.S_ISDIR(found.st_mode):
+                    sizes[relative] = status.st_size
+            elif not stat.S_ISDIR(status.st_mode):
                 raise UserError(
                     f"{folder} is refused: {relative} is neither a file nor a folder, but a link, "
                     "a device, a pipe or a socket"

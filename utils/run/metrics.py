@@ -184,7 +184,7 @@ def as_number(value):
 
 def train_line(figures, total_steps):
     """Formats a training line of metrics.jsonl for printing."""
-    left = int(figures["seconds_left"])
+    seconds = int(figures["seconds_left"])
     mfu = f"  MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
     slow = ""
     if "slow_rank" in figures:
@@ -194,7 +194,7 @@ def train_line(figures, total_steps):
         f"epoch {figures['epoch']:.2f}  loss {figures['loss']:.4f}  lr {figures['lr']:.3g}  "
         f"{speed(figures)}  data {figures['data_share']:.0%}  "
         f"memory {figures['memory_bytes'] / 2**30:.1f} GiB  "
-        f"left {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{mfu}{slow}"
+        f"left {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}{mfu}{slow}"
     )
 
 

@@ -44,11 +44,11 @@ def find(accelerator, path, identity, plan):
             from belongs to another run or has taken more steps than `plan` allows.
     """
     start = run_on_main(accelerator, lambda: _read(path, identity, plan))
-    found = None if start.results else checkpoint.find(accelerator, path, identity.resume)
-    if found is None:
+    choice = None if start.results else checkpoint.find(accelerator, path, identity.resume)
+    if choice is None:
         return start
-    changes = run_on_main(accelerator, lambda: _check_checkpoint(*found, identity, plan))
-    return start._replace(checkpoint=found[0], manifest=found[1], changes=changes)
+    changes = run_on_main(accelerator, lambda: _check_checkpoint(*choice, identity, plan))
+    return start._replace(checkpoint=choice[0], manifest=choice[1], changes=changes)
 
 
 def _read(path, identity, plan):

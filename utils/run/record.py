@@ -198,18 +198,18 @@ def changes(accelerator, earlier):
     ]
 
 
-def write(folder, accelerator, own, step):
+def write(folder, accelerator, record, step):
     """Writes args.json, which also lists all starts of the run, to its `folder` (Path).
 
     Args:
-        own (dict): what only the run knows, such as its `arguments`.
+        record (dict): what only the run knows, such as its `arguments`.
         step (int): optimizer steps done before this start.
 
     Returns:
         dict: the record of the run, which also becomes a part of every checkpoint.
     """
-    own = {
-        **own,
+    record = {
+        **record,
         "topology": topology(accelerator),
         "versions": versions(),
         "git_commit": git_commit(),
@@ -217,9 +217,9 @@ def write(folder, accelerator, own, step):
         "command": sys.argv,
     }
     starts = (read_json(folder / "args.json") or {}).get("starts", [])
-    starts.append({"step": step, "time": timestamp(), **own["topology"]})
-    write_json(folder / "args.json", {**own, "starts": starts})
-    return own
+    starts.append({"step": step, "time": timestamp(), **record["topology"]})
+    write_json(folder / "args.json", {**record, "starts": starts})
+    return record
 
 
 def script_hash():

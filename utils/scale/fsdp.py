@@ -186,20 +186,20 @@ def use_model_blocks(accelerator, model):
             f"{name} would be gathered all at once: set fsdp_auto_wrap_policy: "
             "TRANSFORMER_BASED_WRAP in fsdp_config"
         )
-    own = {type(layer).__name__ for layer in model.modules()}
+    layer_classes = {type(layer).__name__ for layer in model.modules()}
     listed = plugin.transformer_cls_names_to_wrap
-    missing = sorted(set(listed or []) - own)
+    missing = sorted(set(listed or []) - layer_classes)
     if missing:
         raise UserError(
             f"fsdp_transformer_layer_cls_to_wrap: {name} has no {missing[0]}: leave the field out"
         )
-    found = sorted(listed or {type(block).__name__ for block in blocks(model)})
-    if not found:
+    block_classes = sorted(listed or {type(block).__name__ for block in blocks(model)})
+    if not block_classes:
         raise UserError(
             f"{name} does not name its blocks, so it would be gathered all at once: set "
             "fsdp_transformer_layer_cls_to_wrap in fsdp_config to the class of a block"
         )
-    plugin.transformer_cls_names_to_wrap = found
+    plugin.transformer_cls_names_to_wrap = block_classes
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if tied and is_torch_version("<", "2.13"):
         raise UserError(
@@ -280,7 +280,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if module == METADATA or name in KNOWN.get(module, ()):
-            found = super().find_class(module, name)
-            if module != METADATA or getattr(found, "__module__", None) == METADATA:
-                return found
+            value = super().find_class(module, name)
+            if module != METADATA or getattr(value, "__module__", None) == METADATA:
+                return value
         raise pickle.UnpicklingError(f"its index refers to {module}.{name}")

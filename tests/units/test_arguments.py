@@ -11,7 +11,7 @@ import sys
 import pytest
 from harness.launches import ROOT, load_script
 
-from utils.run.arguments import Parser, frozen, number, text
+from utils.run.arguments import Parser, frozen
 from utils.run.failures import UserError
 
 SCRIPTS = sorted(
@@ -134,26 +134,3 @@ def test_nonsense_is_refused_in_one_line_and_a_default_is_not(script, answers_of
             assert answers.of(f"--{name}", str(value)) == value, name
             refused = [answers.of(f"--{name}", str(far)) is None for far in (-math.inf, math.inf)]
             assert all(refused), name
-
-
-def test_what_a_number_must_be():
-    for domain, value, says in (
-        (number(int, 1), "0", "must be an integer, at least 1 and at most 1000000000, not '0'"),
-        (number(int, 0), "7".zfill(51), "must be an integer, at least 0 and at most 1000000000"),
-        (number(int, 0, below=32), "32", "at least 0 and below 32, not '32'"),
-        (number(float, 0, above=True), "0", "must be above 0 and at most 1000000.0, not '0'"),
-        (number(float, 0), "9" * 5000, f"not '{'9' * 40}...'"),
-    ):
-        with pytest.raises(argparse.ArgumentTypeError) as error:
-            domain(value)
-        assert says in str(error.value)
-
-
-def test_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/ada")
-    assert text("~") == "/home/ada" and text("~/a") == "/home/ada/a" and text("a/~b") == "a/~b"
-    assert text("~no_such_user/a") == "~no_such_user/a"
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user id without an entry
-    for path in ("~/a", "~"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"no home folder for {path}"):
-            text(path)

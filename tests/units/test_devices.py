@@ -5,7 +5,6 @@ import ctypes
 import math
 import os
 import platform
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -149,15 +148,6 @@ def test_the_quota_of_a_container(tmp_path):
         if limit:
             (tmp_path / "cpu.max").write_text(f"{limit}\n")
         assert devices.cpu_quota(tmp_path / "cpu.max") == quota
-
-
-def test_either_unit_computes_in_bf16(monkeypatch):
-    """None: a release of torch that does not say."""
-    for avx512, amx in product((True, False, None), repeat=2):
-        says = {"_is_avx512_bf16_supported": avx512, "_is_amx_tile_supported": amx}
-        functions = {name: lambda v=value: v for name, value in says.items() if value is not None}
-        monkeypatch.setattr(torch, "cpu", SimpleNamespace(**functions))
-        assert devices.has_bf16() == bool(avx512 or amx)
 
 
 def test_malloc_of_glibc_is_told_to_keep_freed_memory(monkeypatch):

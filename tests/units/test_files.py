@@ -54,9 +54,3 @@ def test_a_file_is_replaced_only_when_the_new_one_is_on_disk(tmp_path, monkeypat
 def test_text_is_utf8_and_keeps_the_bytes_of_names(tmp_path):
     files.write_text(tmp_path / "a", "é \udce9")
     assert (tmp_path / "a").read_bytes() == b"\xc3\xa9 \xe9"
-
-
-def test_what_is_synced_is_closed(tmp_path):
-    opened = os.listdir("/proc/self/fd")
-    files.sync(tmp_path)
-    assert os.listdir("/proc/self/fd") == opened

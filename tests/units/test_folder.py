@@ -178,11 +178,15 @@ def test_what_a_checkpoint_records_and_how_time_is_counted(tmp_path, monkeypatch
     assert line["step_seconds"] == 5  # a save is not training time
     assert list(run.timed([1, 2])) == [1, 2]
     assert [run.save_due(step) for step in (5, 6)] == [False, True]
+    (figures,) = metrics(tmp_path, "checkpoint")
+    assert (figures["step"], figures["seconds"], figures["blocked_seconds"]) == (3, 4, 4)
     with pytest.raises(ValueError, match="a test split never chooses"):
         run.log("test", 7, score=0.5)
     again = started(tmp_path)
     clock.now += 5
     assert again.train_seconds() == 35.0  # without the time between the two
+    with pytest.raises(KeyError), again.checkpoint(6, guard, None):
+        raise KeyError  # of the script: no failed write
 
 
 def test_the_other_processes_neither_write_nor_print_and_decide_as_the_first(

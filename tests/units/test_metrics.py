@@ -191,5 +191,3 @@ def test_the_last_lines_of_a_run():
     text = metrics.summary(results, "runs/a", "stopped")
     assert "(61.2 s/step with evaluations), 1 process, peak" in text
     assert text.endswith("\noutput: runs/a")
-    del results["best_checkpoint"]
-    assert metrics.summary(results, "runs/a", "stopped") == text

@@ -79,18 +79,6 @@ def test_a_run_is_continued_with_its_own_arguments_only(tmp_path):
         check_same({"arguments": here, "data": {}}, Identity(there, {}, set(), "auto"), tmp_path)
 
 
-def test_weights_are_offered_only_to_the_same_model():
-    earlier = {"arguments": OWN, "data": {"data": "cifar"}}
-    check_same(earlier, identity(), "runs/a")
-    flag = {"init_from": None}  # which a script may lack
-    cases = [(OWN | flag | {"lr": 1}, True), (flag | {"lr": 1, "model": "gpt"}, False)]
-    for now, offered in [*cases, (OWN | {"lr": 1}, False)]:
-        with pytest.raises(UserError) as error:
-            check_same(earlier, identity(now), "runs/a")
-        weights = " (from these weights: --init_from runs/a)" if offered else ""
-        assert f". Use another --output_dir{weights}, or the earlier" in str(error.value)
-
-
 def test_a_fork_may_be_trained_in_another_way_but_is_of_the_same_model_and_data(
     tmp_path, monkeypatch
 ):

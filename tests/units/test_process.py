@@ -1,13 +1,9 @@
 """Who is waited for when a process ends, and who is told. (Launches show all else.)"""
 
 import os
-import signal
-import time
-from types import SimpleNamespace
 
 import pytest
 from harness.launches import ROOT, run
-from harness.worlds import in_forks
 
 from utils.run import entry, process
 from utils.run.failures import RunFailed, UserError
@@ -74,26 +70,6 @@ def test_a_process_that_is_done_skips_finalization_and_no_exit_function(tmp_path
 def test_a_process_ends_when_nothing_is_written(error, code, seconds, ends, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
     assert ends(error) == [("waits", seconds), code]
-
-
-def test_a_process_that_must_end_at_once_waits_for_what_is_left_of_its_time(monkeypatch, ends):
-    """Which began with the signal, if this process got it."""
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-
-    def process_that_ends(got_it):
-        clock = SimpleNamespace(now=10.0)
-        time.monotonic = lambda: clock.now
-        process.handle_signals()
-        process.training_starts()
-        if got_it:
-            os.kill(os.getpid(), signal.SIGTERM)
-        clock.now = 15.0
-        return ends(process.Interrupted()), process.signal_name()
-
-    for got_it, seconds in ((True, 24.0), (False, 29.0)):
-        name = "SIGTERM" if got_it else None
-        [outcome] = in_forks(lambda _, got_it=got_it: process_that_ends(got_it))
-        assert outcome == ([("waits", seconds), 75], name)
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), UserError("it is damaged")])

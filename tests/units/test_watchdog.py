@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.scale import watchdog
-from utils.scale.watchdog import Passes, Watchdog, checksum, describe, main_thread
+from utils.scale.watchdog import Passes, Watchdog, describe, main_thread
 
 
 def test_one_line_says_which_processes_are_where():
@@ -138,18 +138,6 @@ def test_a_process_that_does_not_answer_is_named(watch, tmp_path, monkeypatch, c
     assert capsys.readouterr().err == "" and listed[2:] == [tmp_path]
 
 
-def test_the_request_of_the_first_process_stays(watch, tmp_path):
-    """Of two at the same moment, too: each process answers the one that it has seen."""
-    first, second = watch(0), watch(1)
-    first.ask("first")
-    seen = first.request.lstat().st_mtime_ns
-    second.ask("second")
-    assert os.readlink(first.request) == "first" and first.request.lstat().st_mtime_ns == seen
-    dog = watch(0, 0, tmp_path / "gone")
-    dog.look()  # ends nothing
-    dog.ask("again")
-
-
 # ------------------------------------------------------------------------------------- who differs
 
 
@@ -174,14 +162,6 @@ def test_processes_with_different_weights_are_told(tmp_path, monkeypatch, capsys
     assert train([0]) == 0 and train([0, last_bit, 0]) == 1
     monkeypatch.setattr(watchdog, "DistributedDataParallel", nn.Conv2d)
     assert train([last_bit]) == 0  # parts of a model differ
-
-
-def test_the_checksum_is_the_sum_of_the_bits():
-    for bits in (8, 16, 32, 64):
-        weight = torch.tensor([3, 5], dtype=getattr(torch, f"int{bits}"))
-        dtype = torch.float8_e4m3fn if bits == 8 else getattr(torch, f"float{bits}")
-        weight = nn.Parameter(weight.view(dtype), requires_grad=False)
-        assert checksum(nn.ParameterList([weight, nn.Parameter(torch.zeros(2))])) == 8
 
 
 # ----------------------------------------------------------------------------------- who is slow
@@ -247,7 +227,6 @@ def test_own_time_is_that_of_passes(device, monkeypatch):
         ([(10, 10, 20)] * 5, {"slowest_behind": 0.5, "slow_rank": 2}),
         ([(10, 10, 20)] * 4, {"slowest_behind": 0.4}),  # too few
         ([(10, 10, 12)] * 5, {"slowest_behind": 0.1}),  # not more than 10 % of the time
-        ([(10, 10, 20)] * 5 + [(11, 10, 10)], {"slowest_behind": 0.49}),
         ([(90, 10, 10)] + [(10, 10, 20)] * 5, {"slowest_behind": 0.3}),  # in all: another one
     ],
 )

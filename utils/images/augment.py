@@ -74,8 +74,8 @@ def normalize(images, mean, std, size=None):
     Returns:
         float32 [batch, 3, size, size], in channels-last memory format.
     """
-    # Broadcasting the three values of a pixel takes twice as long, where channels are last. `eps` has
-    # to be positive, and is too small to change anything.
+    # Broadcasting the three values of a pixel takes twice as long, where channels are last. `eps`
+    # must be positive; this one changes nothing.
     images = F.batch_norm(images.float(), mean, std.square(), eps=1e-12)
     if size is not None and size != images.shape[-1]:
         images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)

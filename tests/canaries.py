@@ -106,7 +106,7 @@ one process has no time to save (utils/run/process.py)
 every process prints the error (utils/run/entry.py)
 - if error.rank_variable and int(os.environ.get(error.rank_variable, 0)) != 0:
 + if False:
-= test_gpt.py -k printed_once
+= test_train_cifar.py -k printed_once
 
 each process prints its traceback (utils/run/process.py)
 -     if not is_main():  # the first one

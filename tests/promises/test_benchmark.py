@@ -9,12 +9,6 @@ from harness.launches import run
 SCRIPT = "scripts/benchmarks/benchmark.py"
 
 
-def test_bad_input_is_one_line(tmp_path):
-    done = run(None, SCRIPT, "speed", output_dir=tmp_path / "out", check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
-    assert "no benchmark is called speed: choose from loop_overhead," in done.stderr
-
-
 @pytest.mark.slow
 def test_writes_figures_and_a_table(tmp_path):
     done = run(None, SCRIPT, "--quick --rounds 1 startup_ratio", output_dir=tmp_path)

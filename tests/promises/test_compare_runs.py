@@ -1,26 +1,10 @@
 """compare_runs.py: several runs in one table and one plot. Its functions have unit tests."""
 
-import pytest
 from harness.data import made_run
 from harness.launches import run
 from PIL import Image
 
 SCRIPT = "scripts/tools/compare_runs.py"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("{0}/a {0}", "is not the folder of a run"),
-        ("{0}/a --metric f1", "no run evaluates f1: they have accuracy, loss"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, says, tmp_path):
-    made_run(tmp_path / "a")
-    words = ["--output_dir", str(tmp_path / "out"), *arguments.format(tmp_path).split()]
-    done = run(None, SCRIPT, words, check=False)
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ") and not (tmp_path / "out").exists()
 
 
 def test_runs_without_an_evaluation_or_a_step_so_far(tmp_path):

@@ -1,12 +1,10 @@
 """train_cifar.py with the real launcher: what it leaves, its models, and bad input."""
 
 import json
-import os
 import shutil
 
 import pytest
 import torch
-from harness.data import make_photos
 from harness.launches import CIFAR, SMALL, Started, metrics, results, run
 from PIL import Image
 from safetensors.torch import load_file
@@ -65,16 +63,6 @@ def test_validation_data_chooses_and_the_test_split_is_shown_once(tmp_path):
     assert lines[-1]["accuracy"] == result["val_accuracy"] != result["test_accuracy"]
 
 
-def test_data_with_a_validation_split_and_no_test_split_trains_and_is_evaluated(tmp_path):
-    made = make_photos(tmp_path / "data")
-    words = f"--dataset {made} --model net --batch_size 12 --max_train_steps 2"
-    run(None, CIFAR, words, output_dir=tmp_path / "run")
-    assert results(tmp_path / "run").keys() >= {"val_accuracy", "val_loss"}
-    assert "test_accuracy" not in results(tmp_path / "run")
-    done = run(None, "scripts/evaluate.py", [str(tmp_path / "run")])
-    assert "of 24 val images correct" in done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_path):
@@ -89,23 +77,6 @@ def test_a_compiled_run_computes_the_same_and_saves_plain_names(reference, tmp_p
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
     exported = load_file(tmp_path / "run" / "model.safetensors")
     assert not any("_orig_mod" in name for name in exported)
-
-
-def test_a_dry_run_takes_two_steps_in_a_separate_folder_and_is_profiled(tmp_path):
-    words = "--dataset synthetic --model net --dry_run --profile"
-    run("cpu", CIFAR, words, output_dir=tmp_path / "run")
-    dry = tmp_path / "run_dry_run"
-    assert not (tmp_path / "run").exists() and results(dry)["global_step"] == 2
-    assert {"operators.txt", "trace.json"} <= set(os.listdir(dry / "profile"))
-
-
-def test_overfits_one_batch(tmp_path):
-    arguments = (
-        "--dataset synthetic --model net --overfit_batch --batch_size 40 --lr 0.02 --log_every 5 "
-        "--max_train_steps 150 --eval_every 150 --checkpoint_every 0"
-    )
-    run(None, CIFAR, arguments, output_dir=tmp_path / "run")
-    assert metrics(tmp_path / "run_overfit_batch", "train")[-1]["loss"] < 0.01
 
 
 @pytest.mark.slow

@@ -44,16 +44,3 @@ def test_unreadable_images_are_named_and_do_not_count(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "unreadable, and left out: image 1\n1 of 3 images could not be read" in printed
     assert "50.00% of 2 val images correct, loss" in printed
-
-
-@pytest.mark.parametrize("count", [10, 11])
-def test_the_classes_of_a_few_images_are_printed(count, tmp_path, capsys):
-    logits, labels = torch.tensor([[0.0, -1.0, 2.0, 1.0]] * count), torch.zeros(count).long()
-    labels[1] = -1
-    outputs = evaluate.of_each_image(logits, labels)
-    args = SimpleNamespace(output_dir=str(tmp_path))
-    evaluate.write_predictions(args, None, IMAGES, outputs, [*"abcd"])
-    said = capsys.readouterr().out
-    shown = "  image 0: c 64.4%, d 23.7%, a 8.7%\n  image 1: unreadable\n"
-    assert (shown in said) == (count == 10) and said.count("64.4%") == (9 if count == 10 else 0)
-    assert f"{count} images, 1 of them unreadable: see predictions.csv" in said

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from harness.data import left_out, sizes, write_images
-from harness.launches import CIFAR, load_script, results, run
+from harness.launches import load_script
 
 from utils.data.scan import read_regular
 from utils.images.arrays import load_arrays
@@ -279,19 +279,6 @@ def test_synthetic_images_depend_on_the_seed_only_and_are_all_different():
     images = torch.cat([split.images for split in divided.splits.values()]).numpy()
     assert len({image.tobytes() for image in images}) == 6000
     assert whole.splits["train"].labels.bincount(minlength=10).min() > 350
-
-
-@pytest.mark.slow
-def test_a_run_needs_no_other_package(tmp_path):
-    """Torch, torchvision and Accelerate are enough, with what they need themselves."""
-    for package in ("datasets", "tensorboard", "matplotlib"):
-        (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('no {package}')")
-    name = write(tmp_path / "cifar.npz", arrays(train=60, test=30))
-    words = f"--dataset {name} --model net --batch_size 20 --max_train_steps 2 --track none"
-    alone = dict(env={"PYTHONPATH": str(tmp_path)}, cold=True)
-    done = run(None, CIFAR, words, output_dir=tmp_path / "run", **alone)
-    assert results(tmp_path / "run")["global_step"] == 2
-    assert "data: 60 train and 30 test images of 3 classes" in done.stdout
 
 
 def test_patterns_stay_the_same():

@@ -61,12 +61,6 @@ def test_a_split_depends_on_names_and_seed_only(tmp_path):
         find_images(few)
 
 
-def test_ten_classes_are_counted_and_the_others_only_as_a_number(tmp_path):
-    root = write_images(tmp_path, *(f"c{i:02}/" for i in range(12)))
-    counts = ", ".join(f"c{i:02} 2" for i in range(10))
-    assert find_images(root).details[0] == f"train 24: {counts}, and 2 more classes"
-
-
 # ------------------------------------------------------------------------------------------ copies
 
 CONTENTS = st.lists(st.binary(min_size=1, max_size=2), max_size=12)

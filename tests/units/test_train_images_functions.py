@@ -1,4 +1,4 @@
-"""Functions of train_images.py: options, optimizer, loaders, and the model card."""
+"""Functions of train_images.py: options, optimizer and loaders."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from harness.launches import load_script
 from utils.images import pretrained
 from utils.images.decoding import Images, Rows
 from utils.images.sources import find_images
-from utils.run.failures import UserError
 from utils.run.plan import Plan
 
 script = load_script("train_images")
@@ -51,14 +50,7 @@ def test_a_preset_is_a_set_of_known_options_that_flags_override(preset, parse, c
     assert flags | script.COMMON.keys() == wanted.keys() and not flags & script.COMMON.keys()
 
 
-def test_options_that_exclude_each_other(parse):
-    for words, says in (
-        ("--model resnet_50", "the nearest: "),
-        ("--model squeezenet1_1 --image_size 8", "--image_size 8: not a size for squeezenet1_1"),
-        ("--preset small --model vit_b_16", "--image_size 64: not a size for vit_b_16"),
-    ):
-        with pytest.raises(UserError, match=says):
-            parse(f"--dataset a {words}")
+def test_one_batch_is_trained_without_a_schedule_or_smoothing(parse):
     one_batch = parse("--dataset a --overfit_batch --lr_schedule linear")
     assert (one_batch.lr_schedule, one_batch.label_smoothing) == ("constant", 0)
 
@@ -129,14 +121,3 @@ def test_loaders_have_the_sizes_that_options_say(parse, tmp_path):
     for batch in plain["train"]:
         assert torch.equal(batch["images"], whole[batch["ids"]])
     assert script.blank_batch(8, "cpu")["images"].shape == (2, 3, 8, 8)
-
-
-def test_the_model_card_names_up_to_fifty_classes():
-    described = dict(model="squeezenet1_1", class_names=["a", "b|c"])
-    described["preprocessing"] = pretrained.preprocessing(None)
-    card = script.describe_model(described)
-    assert (card["title"], card["library"]) == ("squeezenet1_1, 2 classes", "torchvision")
-    assert card["about"].startswith("Classes: a, b")
-    described["class_names"] = [f"c{i}" for i in range(53)]
-    about = script.describe_model(described)["about"]
-    assert about.endswith("c49 and 3 more.")

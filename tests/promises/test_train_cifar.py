@@ -1,11 +1,10 @@
 """train_cifar.py with the real launcher: what it leaves, its models, and bad input."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from harness.launches import CIFAR, SMALL, Started, metrics, results, run
+from harness.launches import CIFAR, SMALL, Started, metrics, results, run, scores
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -13,15 +12,6 @@ FILES = (
     "args.json metrics.jsonl results.json status.json model.safetensors tensorboard "
     "predictions.png confusion_matrix.png curves.png"
 )
-
-
-def scores(folder):
-    """step -> score of every checkpoint that was kept."""
-    found = {}
-    for path in (folder / "checkpoints").iterdir():
-        progress = json.loads((path / "manifest.json").read_text())["progress"]
-        found[progress["step"]] = progress["score"]
-    return found
 
 
 def test_leaves_everything_it_promises(reference):

@@ -1,4 +1,4 @@
-"""Evaluates the model of a run on what it held out, or on another data set; classifies images.
+"""Evaluates the model of a run on its held-out data or other data; classifies images.
 
     python scripts/evaluate.py runs/train_cifar
     accelerate launch --config_file accelerate_configs/4gpu.yaml scripts/evaluate.py \\
@@ -335,7 +335,7 @@ def write_predictions(args, saved, dataset, outputs, class_names):
 
 
 def evaluate_gpt(accelerator, args, saved):
-    """Evaluates a model of train_gpt.py on what its run held out, or on another text."""
+    """Evaluates a model of train_gpt.py on the held-out text of its run, or on another text."""
     train_gpt = beside("train_gpt")
 
     refuse_options_of_classifiers(args)
@@ -399,7 +399,7 @@ def load_whole_text(name, column):
 
 
 def evaluate_lm(accelerator, args, run):
-    """Evaluates a run of train_lm.py on what it held out, or on another data set."""
+    """Evaluates a run of train_lm.py on its held-out data, or on another data set."""
     train_lm = beside("train_lm")
 
     train_lm.check_packages()

@@ -440,7 +440,7 @@ def parse_args():
         "--on_bad_image",
         choices=["stop", "skip"],
         default="stop",
-        help="what to do if one cannot be read",
+        help="what to do with an image that cannot be read",
     )
     group = parser.add_argument_group(
         "model and training (the defaults shown are those of the chosen --preset)"
@@ -452,9 +452,7 @@ def parse_args():
         help="defaults, which --preset NAME --help shows, and what has no flag (PRESETS in the "
         "script); finetune: with --weights; small: for hundreds of images",
     )
-    group.add_argument(
-        "--model", default="resnet50", help="any classifier of torchvision, by its name there"
-    )
+    group.add_argument("--model", default="resnet50", help="name of any classifier of torchvision")
     group.add_argument(
         "--weights",
         metavar="NAME|PATH",

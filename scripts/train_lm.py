@@ -641,7 +641,7 @@ def parse_args():
         "--export_dtype",
         choices=["auto", "float32", "bfloat16"],
         default="auto",
-        help="dtype of the exported weights, which the last evaluation is of; auto: that of the "
+        help="dtype of the exported weights, which the last evaluation uses; auto: that of the "
         "files of --model, float32 for new weights. Adapters, and what --merge writes, are float32",
     )
     group.add_argument(

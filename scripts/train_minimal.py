@@ -11,7 +11,7 @@ of every data parallel recipe, and what does them here:
     rank 0 saves    if rank == 0: torch.save(state_dict)    save_state, files.write_weights
 
 A copy needs only `utils/run`. It waits for its checkpoints, and does not say which process hangs or
-is slow. With a copy of `utils/scale`, a line after `guard` does:
+is slow. With a copy of `utils/scale`, this line after `guard` does:
 `Watchdog(run, guard, accelerator, model, args.timeout)`, from `utils.scale.watchdog`.
 """
 

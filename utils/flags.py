@@ -67,15 +67,13 @@ FLAGS = {
     "eval_samples": dict(
         type=number(int, 0),
         help="held-out samples per evaluation, the same each time (0: all; default: as many as "
-        "cost about 10 %% of the training, and twice as many for the last evaluation)",
+        "cost about 10 %% of the training together, and up to 20 %% for the last evaluation)",
     ),
     "patience": dict(
         type=number(int, 1),
         help="end the run after this many evaluations without a better score",
     ),
-    "num_workers": dict(
-        type=WORKERS, default=0, help="processes that load data, per training process"
-    ),
+    "num_workers": dict(type=WORKERS, default=0, help="data loader workers of each process"),
     # Of scripts that train on labeled images.
     "val_fraction": dict(
         type=number(float, 0, below=1),

@@ -375,7 +375,9 @@ def parse_args():
         help="B: samples over all processes in ddp, per process in replicated",
     )
     steps = number(int, 1)
-    parser.add_argument("--max_train_steps", type=steps, help="most optimizer steps of a run")
+    parser.add_argument(
+        "--max_train_steps", type=steps, help="maximum number of optimizer steps of a run"
+    )
     parser.add_argument(
         "--dataset",
         default="uoft-cs/cifar10",

@@ -111,19 +111,6 @@ def test_the_validation_loss_is_that_of_each_conversation_alone(lm, chats):
     assert results(folder)["val_loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_evaluate_finds_the_same_loss(lm, chats, tmp_path):
-    """Also on two processes, where the data was moved."""
-    moved, scores = shutil.copytree(chats, tmp_path / "moved"), tmp_path / "scores"
-    done = run("2cpu", EVALUATE, f"{lm.folder} --dataset {moved}", output_dir=scores)
-    found, last = results(scores), done.stdout.splitlines()[-1]
-    assert found["val_loss"] == pytest.approx(results(lm.folder)["val_loss"], rel=1e-6)
-    assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]))
-    error = found["val_loss_standard_error"]
-    assert f"loss {found['val_loss']:.4f} ± {error:.4f} nats per token" in last
-    assert f"on {found['val_tokens']:,} tokens" in last and str(scores) in last
-
-
 def test_evaluate_scores_other_data(lm, tmp_path):
     """All of its 300 bytes, and the end; the first is not predicted."""
     (tmp_path / "a.txt").write_text("ab" * 150)
@@ -226,12 +213,3 @@ def test_no_process_of_a_sharded_run_holds_the_model(lm, tmp_path):
         most = seen["shard"] + 2 * seen["largest"] + 2**24
         assert most < whole / 2 and max(seen["loading"], seen["exporting"]) <= most, seen
         assert seen["buffers"] == [value.double().sum().item() for value in model.buffers()]
-
-
-@pytest.mark.slow
-def test_streams_continue_exactly_also_on_another_number_of_processes(chats, tmp_path):
-    words = f"--dataset {chats} {SMALL} --streaming"
-    run("cpu", LM, words, output_dir=tmp_path / "one")
-    run_killed("2cpu", words, tmp_path / "two", again="cpu")
-    expected, found = column(tmp_path / "one", "loss"), column(tmp_path / "two", "loss")
-    assert len(expected) == 12 and found == pytest.approx(expected, abs=1e-4)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from harness.chats import CHATML, MARKED, PLAIN, REASONING, make_tokenizer, with_template
 
 from utils.language import conversations
-from utils.language.conversations import ALL, Encoder
+from utils.language.conversations import Encoder
 from utils.language.documents import segments
 from utils.run.failures import UserError
 
@@ -110,15 +110,6 @@ def test_exactly_the_answers_and_the_tokens_that_end_them_are_learned(name, said
         ends = special(document.tokens.tolist())
         assert ends == written(read, template) + [END] * (name == "plain")
     assert len(documents) == (len(answered) if name == "reasoning" else bool(answered))
-
-
-@given(MESSAGES, st.sampled_from(["chatml", "marked", "reasoning"]))
-def test_everything_is_learned_if_asked(said, name):
-    encoder, messages = Encoder(with_template(CHAT, TEMPLATES[name]), ALL), as_read(said)
-    (document,) = encoder.encode(encoder.draft({"messages": as_rows(said, False)}, "messages", ""))
-    whole = render(messages, TEMPLATES[name])
-    assert document.is_target.all() and CHAT.decode(document.tokens) == whole
-    assert special(document.tokens.tolist()) == written(messages, TEMPLATES[name])
 
 
 def as_text(tokenizer, text):

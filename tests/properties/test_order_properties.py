@@ -1,7 +1,6 @@
 """Which samples a step sees: the same on any number of processes, from any position."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 from utils.data.evaluation import choose
 from utils.data.loaders import EpochSampler, already_a_batch, shuffled
 from utils.data.sharing import evaluation_batch_size
-from utils.language.lanes import LaneStream, Share
 from utils.run.failures import UserError
 from utils.run.launch import check_division
 
@@ -121,47 +119,3 @@ def test_a_batch_is_split_evenly_or_the_error_names_the_nearest_sizes(batch, par
     named = [int(word) for word in str(error.value).rpartition(": use ")[2].split(" or ")]
     sizes = range(batch - parts + 1, batch + parts)
     assert named == [size for size in sizes if size > 0 and size % parts == 0]
-
-
-class Numbers:
-    """A lane that yields numbers from `position` on, forever, with its own number."""
-
-    def __init__(self, number):
-        self.number, self.position = number, {"next": 0}
-
-    def __iter__(self):
-        while True:
-            self.position["next"] += 1
-            yield self.number, self.position["next"] - 1
-
-
-def together(samples):
-    return {"samples": samples}
-
-
-def batches_of_lanes(lanes, batch, processes, count, position=None, accumulation=1):
-    """The samples of each step of a stream, and the position of all processes after it."""
-    share = partial(Share, lanes, batch // processes, processes=processes, position=position)
-    shares = [share(process=rank, accumulation=accumulation) for rank in range(processes)]
-    streams = [iter(LaneStream(Numbers, share, together)) for share in shares]
-    for _ in range(count):
-        parts = [next(stream) for stream in streams for _ in range(accumulation)]
-        samples = sorted(sample for part in parts for sample in part["samples"])
-        yield samples, {name: at for part in parts for name, at in part["position"].items()}
-
-
-@given(st.data(), st.sampled_from([4, 8, 12]), st.integers(1, 3), st.integers(0, 4))
-def test_a_stream_has_the_same_batches_on_any_processes_from_any_position(
-    data, lanes, per_lane, skip
-):
-    first, second = (data.draw(st.sampled_from([1, 2, 4])) for _ in range(2))
-    batch = lanes * per_lane
-    whole = list(batches_of_lanes(lanes, batch, 1, skip + 3))
-    expected = []
-    for step in range(skip + 3):
-        of_a_lane = range(step * per_lane, (step + 1) * per_lane)
-        expected.append([(lane, index) for lane in range(lanes) for index in of_a_lane])
-    assert [samples for samples, _ in whole] == expected
-    assert list(batches_of_lanes(lanes, batch, first, skip + 3)) == whole
-    position, divided = whole[skip - 1][1] if skip else None, data.draw(st.integers(1, 3))
-    assert list(batches_of_lanes(lanes, batch, second, 3, position, divided)) == whole[skip:]

@@ -298,14 +298,6 @@ def test_the_dtype_of_weights_and_of_their_export(options, dtype, exported, tmp_
     assert torch.equal(model.lm_head.weight.bfloat16(), base.lm_head.weight) != is_new
 
 
-def test_any_error_while_a_model_is_loaded_is_one_line():
-    long = ValueError("a  b\nc " + 400 * "x")
-    for error, reason in ((long, f"a b c {294 * 'x'}"), (KeyError(), "KeyError")):
-        with pytest.raises(UserError) as caught, causal_lm.loading("NAME", "model"):
-            raise error
-        assert str(caught.value) == f"--model NAME: cannot load its model ({reason})"
-
-
 def test_an_answer_ends_with_any_end_of_the_model_or_the_tokenizer():
     for configured, end, pad, ends, fills in (
         (7, 5, None, [5, 7], 5),

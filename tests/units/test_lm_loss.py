@@ -110,26 +110,6 @@ def test_a_model_whose_packed_documents_see_each_other_is_refused(told):
             start_check(model, True, "bf16")
 
 
-@pytest.mark.parametrize(("precision", "error"), [("no", 1e-3), ("bf16", 0.1)])
-def test_packed_documents_have_the_loss_that_they_have_alone_but_for_rounding(precision, error):
-    model = build("llama")
-    forward = model.forward
-
-    def off(factor):  # where two documents are in a block
-        def changed(**inputs):
-            result = forward(**inputs)
-            return result * factor if inputs["input_ids"].shape[1] == 16 else result
-
-        return changed
-
-    model.forward = off(1 + error / 100)
-    start_check(model, True, precision)
-    model.forward = off(1 + error)
-    start_check(model, False, precision)
-    with pytest.raises(UserError, match="attend to each other"):
-        start_check(model, True, precision)
-
-
 def has_another_loss():
     """It knows nothing of `shift_labels`, as those of older models."""
     model = make_model("llama")
@@ -218,21 +198,6 @@ def test_documents_are_computed_one_by_one_where_that_is_the_same(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(lm_loss, "varlen_attn", place.get("kernel", varlen_attn))
     assert chosen(name, place, **changes).config._attn_implementation == expected
-
-
-@pytest.mark.parametrize("place", [CPU, GPU])
-def test_padded_prompts_are_answered_as_alone(place, gpu):
-    """Also with a cache, whose tokens are not in the query; on a GPU without the kernel."""
-    model = chosen("llama", place)
-    prompts = [torch.arange(3, 9) % VOCABULARY, torch.arange(3, 5) % VOCABULARY]
-    padded = torch.stack([prompts[0], torch.cat([torch.zeros(4).long(), prompts[1]])])
-    mask = torch.ones_like(padded)
-    mask[1, :4] = 0
-    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None)
-    together = model.generate(padded, attention_mask=mask, **options)[:, 6:]
-    plain = make_model("llama")
-    for prompt, answer in zip(prompts, together, strict=True):
-        assert answer.tolist() == plain.generate(prompt[None], **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -7,7 +7,6 @@ import torch
 from utils.language.packing import (
     DOCUMENT,
     IGNORED,
-    PROMPT_TOKENS,
     Stream,
     best_fit,
     cut_text,
@@ -119,14 +118,3 @@ def test_prompts_end_where_the_last_answer_begins():
     prompts = [([20, 21, 22], [23, 24]), ([26, 27, 28, 29, 30], [31, 32, 33, 34])]
     prompts.append(([35, 36, 37], None))
     assert blocks.prompts(5) == prompts and blocks.prompts(1) == prompts[:1]
-
-
-def test_prompts_of_a_text_are_its_first_tokens():
-    first, cut = list(range(10, 42)), list(range(101, 101 + PROMPT_TOKENS))
-    for lengths, size, count, expected in (
-        ([10, 300], 100, 2, [(first, None), (cut, None)]),
-        ([6, 4], 100, 9, [([0, 1, 2, 3, 4], None)]),
-        ([1, 1], 5, 3, []),
-    ):
-        stream, documents, _ = make(lengths, targets=False)
-        assert cut_text(stream, documents, size, PAD)[0].prompts(count) == expected

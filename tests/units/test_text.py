@@ -72,11 +72,6 @@ def test_rows_end_with_a_line_and_other_files_are_left_out(tmp_path):
     [
         ("empty.txt", b"", "is empty"),
         ("short.txt", b"To be", "has 5 bytes, too few for --block_size 16"),
-        (
-            "a.jsonl",
-            b'{"title": "a", "body": "b"}\n',
-            "columns title, body; one needs text: give --t",
-        ),
         ("numbers.jsonl", b'{"text": 3}\n{"text": 4}\n', "row 0 of --dataset"),
         ("broken.parquet", b"PAR1 and nothing of the kind", "cannot load"),
     ],

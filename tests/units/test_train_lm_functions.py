@@ -27,11 +27,15 @@ def script():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_prompts_of_any_length_are_answered_as_each_alone(script, kind, monkeypatch):
-    """25 at a time, with all weights of a sharded model; no token is for padding."""
+    """25 at a time, with all weights of a sharded model; no token is for padding.
+
+    The tokens of a cache are not in the query of an attention by document.
+    """
     changes = dict(vocab_size=259, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False)
     model = make_model(kind, **changes)
     with torch.no_grad():
         model.lm_head.weight[:250] = 0  # it often writes special tokens
+    script.lm_loss.attend_by_document(fakes.accelerator(), model)
     script.lm_loss.chunk_loss(model)
     tokenizer = causal_lm.byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = tokenizer.chat_template = None

@@ -37,19 +37,14 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_default_batches_divide_over_its_processes(path):
-    """Otherwise the first run of a new user would end with an error."""
-    processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
-    for script in (ROOT / "scripts").glob("train_*.py"):
-        sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())
-        assert sizes and not [size for size in sizes if int(size) % processes], script.name
-
-
-@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_a_port_is_free_and_the_precision_is_a_string(path):
-    """Accelerate would replace a fixed port that is in use, but not for two launches that start in
-    the same moment; it reads an unquoted no as false.
+def test_the_first_run_of_a_new_user_works(path):
+    """Default batches divide over the processes. Accelerate reads an unquoted no as false, and
+    replaces a fixed port that is in use, but not for two launches that start in the same moment.
     """
     fields = yaml.safe_load(path.read_text())
+    for script in (ROOT / "scripts").glob("train_*.py"):
+        sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())
+        wrong = [size for size in sizes if int(size) % fields["num_processes"]]
+        assert sizes and not wrong, script.name
     assert isinstance(fields["mixed_precision"], str)
     assert "node" in path.name or fields["num_processes"] == 1 or fields["main_process_port"] == 0

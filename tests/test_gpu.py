@@ -150,10 +150,7 @@ def peak_gib(folder):
 
 
 def default_recipe(place, folder):
-    """The default recipe learns, in the seconds beside the published ones of records.
-
-    Those are of one A100, to 94 % on CIFAR-10 as published: the images and the GPU differ.
-    """
+    """The default recipe learns, in these seconds."""
     length = "" if place.gpu else "--max_train_steps 60 --lr 0.1"
     arguments = f"{place.cifar} {length} --eval_every 100000 --checkpoint_every 0"
     launch(place, CIFAR, f"{arguments} --log_every 5", folder)
@@ -161,8 +158,7 @@ def default_recipe(place, folder):
     assert topology["mixed_precision"] == place.precision
     assert result["test_accuracy"] > place.accuracy
     names = ("test_accuracy", "train_seconds", "peak_memory_bytes")
-    published = dict(airbench94_muon_published_seconds=2.59, hiverge_published_seconds=1.99)
-    return {**published, **{name: result[name] for name in names}}
+    return {name: result[name] for name in names}
 
 
 def kill_and_resume(place, folder):
@@ -181,35 +177,10 @@ def kill_and_resume(place, folder):
     return {f"{name}_peak_memory_gib": peak_gib(folder / name / "whole") for name, _, _ in scripts}
 
 
-def other_ends(place, folder):
-    """A signal, a NaN and too little memory end runs as on a CPU; `evaluate.py` runs."""
-    arguments = f"{place.cifar} {frequent(place)}"
-
-    def end(fault, name, state, says=""):
-        done = launch(place, CIFAR, arguments, folder / name, fault, check=False)
-        assert done.returncode != 0 and says in done.stderr, done.stderr[-2000:]
-        ended = read(folder / name / "status.json")
-        assert ended["state"] == state and says in ended["reason"]
-
-    def stop_and_continue():
-        signaled = folder / "signaled"
-        end("sigterm_in_step@5", signaled.name, "preempted")
-        launch(place, CIFAR, arguments, signaled)
-        launch(place, "scripts/evaluate.py", str(signaled), folder / "evaluation")
-
-    together(
-        stop_and_continue,
-        partial(end, "nan@5", "nan", "failed", "non-finite"),
-        partial(end, "out_of_memory@5", "memory", "failed", "out of memory"),
-    )
-    runs = (folder / name for name in ("evaluation", "signaled"))
-    evaluated, trained = (results(run_folder)["test_accuracy"] for run_folder in runs)
-    assert evaluated == pytest.approx(trained, abs=0.01)
-    return {"test_accuracy": evaluated}
-
-
 def cpu_and_gpu(place, folder):
-    """A CPU and a GPU augment alike and give the same first losses; a run moves between them."""
+    """A CPU and a GPU augment alike and give the same first losses; a run moves between them, and
+    `evaluate.py` finds its score.
+    """
     images = torch.randint(256, (100, 3, 32, 32), dtype=torch.uint8)
     ids = torch.randperm(100)
     on_cpu = augment(images, ids, 3, 0, padding=4)
@@ -223,6 +194,8 @@ def cpu_and_gpu(place, folder):
     assert ours == pytest.approx(theirs, rel=2e-2) and ours[0] == pytest.approx(theirs[0], rel=1e-3)
     launch(place, CIFAR, f"{arguments} {length} 7", gpu, config="cpu", precision="no")
     assert results(gpu)["resumed_from"] == 5 and results(gpu)["global_step"] == 7
+    launch(place, "scripts/evaluate.py", str(gpu), folder / "evaluation", precision="no")
+    assert results(folder / "evaluation")["test_accuracy"] == results(gpu)["test_accuracy"]
     return {"losses": ours, "losses_on_the_cpu": theirs}
 
 
@@ -316,7 +289,7 @@ def one_device(place, folder):
     return {"losses_of_two": ours, "losses_of_one": theirs}
 
 
-CHECKS = [default_recipe, kill_and_resume, one_device, waits, speed, other_ends, cpu_and_gpu]
+CHECKS = [default_recipe, kill_and_resume, one_device, waits, speed, cpu_and_gpu]
 CHECKS += [sharded, prices]
 
 

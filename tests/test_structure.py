@@ -113,24 +113,11 @@ def files_of_tests(*rooms):
 
 
 def private_names(path, of_the_product):
-    """What a file reads, sets, replaces or imports that is private: "file:line name"."""
-    parts_of_words = set()  # of f-strings: f"{rank}_of" names nothing
-    for node in nodes(path):
-        names = []
-        if isinstance(node, ast.JoinedStr):
-            parts_of_words |= set(node.values)
-        elif isinstance(node, ast.Attribute):
-            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-            names = [] if own else [node.attr]
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [part for name in imports_of(node) for part in name.split(".")]
-        elif isinstance(node, ast.keyword):
-            names = [node.arg or ""]
-        elif isinstance(node, ast.Constant) and node not in parts_of_words:
-            # As in `setattr(x, "_y")` and `monkeypatch.setattr("utils.run.x._y", ...)`.
-            named = re.fullmatch(r"[\w.]+", str(node.value))
-            names = str(node.value).split(".") if named else []
-        yield from (f"{path.name}:{node.lineno} {name}" for name in of_the_product & {*names})
+    """What a file reads, sets, replaces or imports that is private, also as a string: "file:line name"."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        named = re.findall(r"""(?<!\bself)(?<!\bcls)[."'](_\w+)|\bimport .*\b(_\w+)""", line)
+        names = of_the_product & {name for pair in named for name in pair}
+        yield from (f"{path.name}:{number} {name}" for name in names)
 
 
 def defined(path):

@@ -256,13 +256,7 @@ def run_as_if_killed(config, script, words, folder, **options):
     whole, killed = folder / "whole", folder / "killed"
     words += " --gradient_accumulation_steps 2 --keep_checkpoints 9"
     run(config, script, words, output_dir=whole, **options)
-    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns(".lock", "*.safetensors"))
-    weights = whole / "checkpoints" / "step_00000004"
-    shutil.copytree(weights, killed / "checkpoints" / weights.name, dirs_exist_ok=True)
-    (killed / "results.json").unlink()
-    shutil.rmtree(killed / "checkpoints" / "step_00000008")
-    state = status(killed) | {"state": "running", "step": 5}
-    (killed / "status.json").write_text(json.dumps(state))
+    as_if_killed(whole, killed, 4)
     run(config, script, words, output_dir=killed, **options)
     assert results(killed)["resumed_from"] == 4
     assert final_weights(killed) == final_weights(whole)

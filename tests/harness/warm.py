@@ -5,7 +5,7 @@ A server imports the libraries once and forks for every program that a test star
 among those programs fork their own processes in turn. Only `exec` and the imports are left out:
 everything that `accelerate launch` and torchelastic do (environment, sessions, signals, restarts)
 is done by their own code, on real processes with the parents, arguments and environment that /proc
-shows of any other. `test_harness.py` holds such a process beside one that was started by `exec`.
+shows of any other. `test_harness.py` compares how they end, and `--cold` starts all by `exec`.
 
 Nothing of this project is imported by the server, so a copied script finds its own `utils`.
 """

@@ -169,7 +169,6 @@ BEFORE = {
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_export": ("utils.run.files.write_weights", lambda: time.sleep(10)),
-    "slow_slices": ("utils.language.adapters.write_slices", lambda: time.sleep(10)),
     "slow_save": (SAVE, lambda: time.sleep(3)),
     "ctrl_c_twice_in_save": (SAVE, send(signal.SIGINT, signal.SIGINT)),
     # Between the agreement to stop and the save.

@@ -28,7 +28,6 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
     assert {rank["processes"] for rank in reports} == {processes}
     # They can communicate.
     assert {rank["sum"] for rank in reports} == {processes * (processes + 1) // 2}
-    assert all(rank["kept_alive"] for rank in reports)  # and notice a machine without power
     assert {rank["sharded"] for rank in reports} == {"fsdp" in path.stem}
     if "cpu" in path.stem:
         assert {rank["device"] for rank in reports} == {"cpu"} and "NO GPU" not in done.stderr
@@ -37,32 +36,15 @@ def test_starts_as_many_processes_as_it_says(path, tmp_path):
         assert f"{path.name} runs on the CPU" in done.stderr
 
 
-def test_hybrid_sharding_shards_over_neighbors_and_replicates_over_the_others(tmp_path):
-    """2 x 2 processes on this machine; test_machines.py has two machines."""
-    typed = "--num_machines 1 --num_processes 4 --main_process_port 0"
-    typed += " --parallelism_config_dp_shard_size 2"
-    run("2node_8gpu_fsdp", PROBE, [str(tmp_path)], launcher=typed.split())
-    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    assert all(report["sharded"] for report in reports)
-    assert [report["mesh"] for report in reports] == [
-        {"dp_replicate": copy, "dp_shard": part} for copy in (0, 1) for part in (0, 1)
-    ]
-
-
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_default_batches_divide_over_its_processes(path):
-    """Otherwise the first run of a new user would end with an error."""
-    processes = int(re.search(r"num_processes: (\d+)", path.read_text())[1])
-    for script in (ROOT / "scripts").glob("train_*.py"):
-        sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())
-        assert sizes and not [size for size in sizes if int(size) % processes], script.name
-
-
-@pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
-def test_a_port_is_free_and_the_precision_is_a_string(path):
-    """Accelerate would replace a fixed port that is in use, but not for two launches that start in
-    the same moment; it reads an unquoted no as false.
+def test_the_first_run_of_a_new_user_works(path):
+    """Default batches divide over the processes. Accelerate reads an unquoted no as false, and
+    replaces a fixed port that is in use, but not for two launches that start in the same moment.
     """
     fields = yaml.safe_load(path.read_text())
+    for script in (ROOT / "scripts").glob("train_*.py"):
+        sizes = re.findall(r'\bbatch_size(?:=|".*?default=)(\d+)', script.read_text())
+        wrong = [size for size in sizes if int(size) % fields["num_processes"]]
+        assert sizes and not wrong, script.name
     assert isinstance(fields["mixed_precision"], str)
     assert "node" in path.name or fields["num_processes"] == 1 or fields["main_process_port"] == 0

@@ -12,7 +12,6 @@ from hashlib import sha256
 
 import psutil
 import pytest
-from harness.data import SMALL_DATA
 from harness.fakes import Bomb
 from harness.launches import (
     CIFAR,
@@ -90,23 +89,6 @@ def test_killed_at_every_moment(reference, tmp_path):
         found = checkpoints(tmp_path / "run")[-1]
         assert found == newest or ("sigterm" in fault and found > newest), fault
     relaunch_and_compare(reference("2cpu", 2).folder, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_any_number_of_processes(tmp_path):
-    """Batch norm, Muon and accumulation together; with 3, the order of summation matters."""
-    arguments = (
-        f"--dataset {SMALL_DATA} --model fastnet --batch_size 24 --max_train_steps 5 "
-        "--checkpoint_every 2 --eval_every 1000 --log_every 1 --gradient_accumulation_steps 2"
-    )
-    options = dict(config="2cpu", launcher=("--num_processes", "3"))
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    run(script=CIFAR, arguments=arguments, output_dir=whole, **options)
-    # The 7th micro-batch is the first half of step 4.
-    faulty("die_in_step@7:2", arguments, folder, **options)
-    assert checkpoints(folder) == [2]
-    relaunch_and_compare(whole, folder, arguments, **options)
-    assert results(folder)["resumed_from"] == 2
 
 
 def test_processes_that_lost_contact_report_it_once(tmp_path):

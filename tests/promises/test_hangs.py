@@ -57,17 +57,8 @@ def test_a_process_that_hangs_is_named_before_the_time_out(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "config"), [("slow_export", "2cpu"), ("slow_slices", "4gpu_fsdp")]
-)
-def test_what_one_process_does_alone_may_take_longer_than_the_time_out(fault, config, tmp_path):
+def test_what_one_process_does_alone_may_take_longer_than_the_time_out(tmp_path):
     """The others do not wait for it in a collective of the evaluation that follows."""
-    words = "--dataset synthetic --max_train_steps 2 --timeout 7 --track none --block_size 64"
-    script, size = GPT, "--batch_size 4 --n_layer 1 --n_head 1 --n_embd 16"
-    if fault != "slow_export":
-        pytest.importorskip("peft")
-        script, size = "scripts/train_lm.py", "--batch_size 4"
-    two = ("--num_processes", "2", "--mixed_precision", "no")
-    options = dict(launcher=two, output_dir=tmp_path, faults=f"{fault}@1:0")
-    run(config, script, f"{words} {size}", **options)
+    words = f"{TINY_GPT} --max_train_steps 2 --timeout 7 --track none"
+    run("2cpu", GPT, words, output_dir=tmp_path, faults="slow_export@1:0")
     assert status(tmp_path)["state"] == "finished"

@@ -14,6 +14,12 @@ sys.argv = {words!r}
 import train_minimal
 notebook_launcher(train_minimal.main, num_processes=1)
 """
+WAYS = {
+    "torchrun": "-m torch.distributed.run --nproc_per_node 2",
+    "accelerate without a file": "-m accelerate.commands.accelerate_cli launch",
+    "accelerate config": "",
+    "notebook": "",
+}
 
 
 def start(way, folder, tmp_path):
@@ -23,26 +29,18 @@ def start(way, folder, tmp_path):
         cell = tmp_path / "cell.py"
         cell.write_text(NOTEBOOK.format(scripts=str(ROOT / "scripts"), words=words))
         run(None, cell.name, root=tmp_path)
-    elif way == "accelerate config":
-        made = tmp_path / "default" / "made.yaml"
-        write_basic_config(save_location=str(made))  # what `accelerate config default` writes
-        run(str(made), MINIMAL, SHORT, output_dir=folder)
-    else:
-        launcher = {
-            "python": (),
-            "torchrun": ("-m", "torch.distributed.run", "--nproc_per_node", "2"),
-            "accelerate without a file": ("-m", "accelerate.commands.accelerate_cli", "launch"),
-        }
-        run(None, MINIMAL, SHORT, output_dir=folder, launcher=launcher[way])
-
-
-WAYS = ("python", "torchrun", "accelerate without a file", "accelerate config", "notebook")
+        return
+    config = None
+    if way == "accelerate config":
+        config = tmp_path / "default" / "made.yaml"
+        write_basic_config(save_location=str(config))  # what `accelerate config default` writes
+    run(config, MINIMAL, SHORT, output_dir=folder, launcher=WAYS[way].split())
 
 
 @pytest.fixture(scope="module")
 def expected(made_once):
-    """The weights of the run of one process."""
-    return final_weights(run_once(made_once, "launchers", "cpu", MINIMAL, SHORT).folder)
+    """The weights of the run of one process that Python starts."""
+    return final_weights(run_once(made_once, "launchers", None, MINIMAL, SHORT).folder)
 
 
 @pytest.mark.parametrize("way", WAYS)

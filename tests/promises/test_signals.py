@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
@@ -17,7 +16,6 @@ from harness.launches import (
     GPT,
     GPT_WITH_A_WORKER,
     LIMIT,
-    ROOT,
     SMALL,
     Started,
     all_end,
@@ -199,27 +197,6 @@ def test_a_stopped_process_does_not_keep_the_others_from_ending(tmp_path):
     says = ", 2 s later still in main (train_cifar.py:"
     assert code != 0 and says in output, output
     assert status(tmp_path)["state"] == "preempted" and all_end([stopped])
-
-
-def test_a_worker_that_is_spawned_ignores_ctrl_c(tmp_path):
-    """From its import of the script on: a terminal sends it to all (macOS)."""
-    script = tmp_path / "script.py"
-    script.write_text(f"""
-import multiprocessing, signal, sys
-sys.path.insert(1, {str(ROOT)!r})
-from utils.run import process
-
-def report():
-    print([signal.getsignal(number) is signal.SIG_IGN for number in process.STOPPING])
-
-if __name__ == "__main__":
-    worker = multiprocessing.get_context("spawn").Process(target=report)
-    worker.start()
-    worker.join()
-    report()
-""")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.stdout == f"{[True] * 5}\n{[False] * 5}\n", done.stderr
 
 
 # ---------------------------------------------------------------------------------------- output

@@ -45,12 +45,12 @@ def lm(chats, made_once):
     return run_once(made_once, "lm", "cpu", LM, f"--dataset {chats} {SMALL}")
 
 
-def run_killed(config, arguments, folder, again=None, **options):
-    """Runs the script, kills all its processes after step 8, and continues, as `again` if given."""
+def run_killed(config, arguments, folder, **options):
+    """Runs the script, kills all its processes after step 8, and continues."""
     started = Started(config, LM, arguments, output_dir=folder, **options)
     started.wait_for("step  9/12")
     started.kill_all()
-    done = run(again or config, LM, arguments, output_dir=folder, **options)
+    done = run(config, LM, arguments, output_dir=folder, **options)
     assert "continuing from" in done.stdout and results(folder)["resumed_from"] > 0
 
 

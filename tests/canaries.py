@@ -38,6 +38,11 @@ nothing is skipped (scripts/train_cifar.py)
 + train_loader
 = test_every_script.py -k 'same_bytes and train_cifar'
 
+every epoch in the same order (scripts/train_gpt.py)
+- train_loader.set_epoch(epoch)
++ train_loader.set_epoch(0)
+= test_every_script.py -k 'each_epoch and train_gpt'
+
 the loss is a mean of means (scripts/train_lm.py)
 - targets = count_targets(accelerator, micro_batches)
 + targets = sum((b["targets"] >= 0).sum() for b in micro_batches) * processes
@@ -58,10 +63,20 @@ a stream of documents forgets its position (scripts/train_lm.py)
 + position = None
 = test_streams.py
 
+the last evaluation takes a part, GPT (scripts/train_gpt.py)
+- evaluate(accelerator, model, last_loader, progress)
++ evaluate(accelerator, model, eval_loader, progress)
+= test_gpt.py -k last_one_all
+
 no seed for dropout (scripts/train_gpt.py)
 - seed_step(accelerator, args.seed, step, len(losses))
 + pass
 = test_every_script.py -k 'same_bytes and train_gpt'
+
+module. in the export (scripts/train_cifar.py)
+- accelerator.unwrap_model(model), config
++ model, config
+= test_train_cifar.py -k export
 
 the name is not synced (utils/run/manifest.py)
 - sync(target.parent)

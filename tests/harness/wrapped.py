@@ -135,13 +135,6 @@ def exhaust_memory():
     torch.empty(1 << 55, dtype=torch.uint8)
 
 
-def kill_workers():
-    workers = psutil.Process().children()
-    for worker in workers:
-        worker.kill()
-    psutil.wait_procs(workers)
-
-
 def fill(ballast):
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -165,7 +158,6 @@ BEFORE = {
     "out_of_memory": (STEP, exhaust_memory),
     # The argument is a small file system, full from then on; that of `fill_disk`, once.
     "full_disk": (STEP, lambda: fill(os.path.join(argument, "ballast"))),
-    "worker_dies_in_step": (STEP, kill_workers),
     # Its worker is alive, but sends nothing.
     "silent_loader": (WINDOW, lambda: time.sleep(3600)),
     "slow_export": ("utils.run.files.write_weights", lambda: time.sleep(10)),

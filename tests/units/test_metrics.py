@@ -107,6 +107,7 @@ def test_each_line_is_written_sent_and_printed(clock, printed, tmp_path, monkeyp
         log.log("train", 42 + skipped, figures | {"grad_norm": torch.tensor(2.0)})
         assert ("grad_norm" in lines_of(tmp_path)[-1]) is not skipped
     assert lines_of(tmp_path)[-2]["step_seconds"] == 1.0
+    assert log.totals(24, 60.0)["tokens_seen"] == 24 * 10 * 5
     log.close()
     with pytest.raises(ValueError, match="closed file"):
         log.sync()

@@ -39,9 +39,26 @@ def parse(*words):
     return flags.parse_with_checks(built())
 
 
+def test_what_nobody_asks_for_is_off():
+    values = vars(parse())
+    assert {name: values[name] for name in flags.FLAGS if values[name] is not None} == {
+        "weight_decay": 0.25,
+        "max_grad_norm": 0.0,
+        "gradient_accumulation_steps": 1,
+        "lr_schedule": "cosine",
+        "wait_for_checkpoints": False,
+        "track": "tensorboard",
+        "profile": False,
+        "num_workers": 0,
+        "val_fraction": 0.1,
+    }
+
+
 def test_what_is_refused_and_what_may_change():
     assert parse("--compile").compile == "default"
     assert parse("--eval_samples", 0).eval_samples == 0  # all
+    for name in ("weight_decay", "max_grad_norm"):
+        assert getattr(parse(f"--{name}", 0.5), name) == 0.5
     with pytest.raises(UserError, match="the following arguments are required: --dataset"):
         built(required=True).parse_args([])
     for resume in ("auto", "never"):
@@ -52,6 +69,7 @@ def test_what_is_refused_and_what_may_change():
         ("--columns photo", "argument --columns: expected 2 arguments"),
         ("--compile fast", "argument --compile: invalid choice: 'fast'"),
         ("--num_workers 257", "argument --num_workers: .*at most 256"),
+        ("--gradient_accumulation_steps 0", "argument --gradient_accumulation_steps: .*at least 1"),
         ("--weight_decay 101", "argument --weight_decay: .*at most 100"),
         ("--val_fraction 1", "argument --val_fraction: .*below 1"),
         ("--patience 1 --checkpoint_every 0", "^--patience .*: leave out --checkpoint_every 0"),

@@ -15,7 +15,7 @@ def test_writes_figures_and_a_table(tmp_path):
     (row,) = re.findall(r"^\| `startup_ratio` \|.*", (tmp_path / "benchmark.md").read_text(), re.M)
     record = json.loads((tmp_path / "benchmark.json").read_text())
     assert {"hardware", "versions", "date"} <= record.keys()
-    parts = ("train_minimal", "train_cifar", "train_gpt")
+    parts = [f"train_{name}" for name in "minimal cifar gpt images model_parallel lm".split()]
     assert [*record["figures"]] == [f"startup_ratio/{part}" for part in parts]
     for part, (name, figure) in zip(parts, record["figures"].items(), strict=True):
         assert figure["n"] == 1 and 0 < figure["min"] == figure["median"] == figure["max"]

@@ -344,7 +344,8 @@ def final_results(accelerator, model, loaders, watch, mean, std):
 
 def write_outputs(run, split, samples, config):
     """Writes plots and the model card; main process only. Returns images for trackers (dict)."""
-    plots.curves(run.path)
+    smoothed = run.record["arguments"]["label_smoothing"]
+    plots.curves(run.path, {"loss": "loss (training: with label smoothing)"} if smoothed else {})
     model_card.write(run, **describe_model(config))
     return classifier_plots.of_images(run.path, split, samples, config["class_names"])
 

@@ -274,7 +274,8 @@ def final_results(accelerator, model, loaders, watch, mean, std):
 
 def write_outputs(run, config, data, samples):
     """Writes the plots of a run; main process only. Returns images for the trackers (dict)."""
-    plots.curves(run.path)
+    smoothed = run.record["arguments"]["label_smoothing"]
+    plots.curves(run.path, {"loss": "loss (training: with label smoothing)"} if smoothed else {})
     dataset = ImageBatches(data.splits["val"], EvalTransform(config["preprocessing"]), "skip")
     return classifier_plots.of_images(run.path, dataset, samples, data.class_names)
 

@@ -19,7 +19,7 @@ EVALUATION = {"count": 3, "mean_iou_standard_error": 0.1, "mean_iou": 0.5, "loss
     ("evaluation", "labels", "expected"),
     [
         (EVALUATION, None, {"loss": "loss", "mean_iou": "mean iou"}),
-        (EVALUATION, {"f1": "an axis"}, {"f1": "an axis"}),
+        (EVALUATION, {"loss": "an axis"}, {"loss": "an axis", "mean_iou": "mean iou"}),
         ({"score": 1.0, "loss": 2.0}, None, {"loss": "loss"}),
         (None, None, {"loss": "loss"}),
     ],

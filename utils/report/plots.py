@@ -48,13 +48,14 @@ def extra(draw):
 def curves(folder, labels=None):
     """Draws metrics of each split over steps: `metrics.jsonl` becomes `curves.png`.
 
+    They are the loss, and the metric that the evaluations name first.
+
     Args:
         folder (Path): that of the run.
-        labels (dict | None): metric -> label of its axis; None: the loss, and the metric that the
-            evaluations name first.
+        labels (dict | None): metric -> label of its axis; without one, it is the metric's name.
     """
     path = Path(folder) / "metrics.jsonl"
-    labels = labels or _logged_metrics(path)
+    labels = _logged_metrics(path) | (labels or {})
     curves = {}  # (split, metric) -> points; the file may have a million lines
     for line in json_lines(path):
         for name in labels.keys() & line.keys():

@@ -62,8 +62,8 @@ def read(path):
             reason = "no such file"
             if manifest.read(file.parent):
                 reason = (
-                    "the checkpoint is of a sharded run: finish the run and give its folder, or "
-                    "make a file of it by `accelerate merge-weights`"
+                    "the checkpoint is of a sharded run: finish the run and give its folder "
+                    "(--init_from also takes the file that `accelerate merge-weights` makes)"
                 )
         raise UserError(f"cannot read weights from {file}: {reason}") from None
     return _described(file, state, config)

@@ -6,12 +6,12 @@ Needs the packages in scripts/requirements_lm.txt.
 import json
 import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
@@ -40,6 +40,8 @@ def add_lora(model, rank, alpha, dropout, targets):
         PeftModel. Raises UserError if no layer has one of the names, or one is tied to the
         embedding.
     """
+    from peft import LoraConfig, get_peft_model  # here, because it takes a second
+
     layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if _is_matrix(layer)}
     if unknown := set(targets) - layers - {"all-linear"}:
         names = ", ".join(sorted(layers))
@@ -62,6 +64,12 @@ def add_lora(model, rank, alpha, dropout, targets):
     return get_peft_model(model, config)
 
 
+def is_adapter(model):
+    """Whether a model is a `PeftModel`: none is, as long as nobody has imported `peft`."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
 def _is_matrix(layer):
     weight = getattr(layer, "weight", None)
     return getattr(weight, "ndim", 0) == 2 and not isinstance(layer, torch.nn.Embedding)
@@ -75,7 +83,7 @@ def save_trained_only(model):
 
     Args: model: unwrapped; without an adapter, nothing is left out. It is returned.
     """
-    if not isinstance(model, PeftModel):
+    if not is_adapter(model):
         return model
 
     def drop_frozen(module, state, prefix, _metadata):
@@ -110,13 +118,13 @@ def export(accelerator, folder, model, tokenizer):
     Rounds the weights to what is written, so that an evaluation that follows is of that.
     """
     unwrapped = accelerator.unwrap_model(model)
-    is_adapter = isinstance(unwrapped, PeftModel)
-    if not is_adapter:
+    adapted = is_adapter(unwrapped)
+    if not adapted:
         _round_weights(unwrapped)
         if accelerator.is_fsdp2 and _write_shards(accelerator, folder, unwrapped, tokenizer):
             return
     state = accelerator.get_state_dict(model)  # under FSDP gathered from all processes
-    dtype = None if is_adapter else unwrapped.export_dtype
+    dtype = None if adapted else unwrapped.export_dtype
     # The others wait here, and not in a collective that times out.
     run_on_main(accelerator, lambda: write(folder, unwrapped, state, tokenizer, dtype))
 
@@ -172,7 +180,7 @@ def _write_shards(accelerator, folder, model, tokenizer):
 
 def _begin(folder, model, state, tokenizer, dtype):
     """Writes all files of an export, of the weights those in `state`; returns their folder."""
-    writing = folder / f".{ADAPTER if isinstance(model, PeftModel) else MODEL}.writing"
+    writing = folder / f".{ADAPTER if is_adapter(model) else MODEL}.writing"
     shutil.rmtree(writing, ignore_errors=True)
     # Whoever loads the model stops where its answers end.
     model.generation_config.eos_token_id = causal_lm.ends(model, tokenizer)["eos_token_id"]
@@ -312,6 +320,8 @@ def _load_adapted(folder, **options):
     if trained_on and trained_on != causal_lm.fingerprint(base):
         raise UserError(f"{folder / ADAPTER} was trained on another model than {base} is now")
     with causal_lm.loading(base, "adapter"):
+        from peft import PeftModel
+
         model = PeftModel.from_pretrained(model, folder / ADAPTER)
     return model, AutoTokenizer.from_pretrained(folder / ADAPTER)
 

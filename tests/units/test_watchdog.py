@@ -219,6 +219,13 @@ def test_own_time_is_that_of_passes(device, monkeypatch):
     assert [passes.seconds(), passes.seconds()] == [0, 0]
 
 
+def test_a_vote_has_the_time_of_batches_and_of_passes(watch, monkeypatch):
+    monkeypatch.setattr(Passes, "seconds", lambda _: 0.25)
+    dog = watch(1)
+    dog.test.run.meter.waited_seconds = 0.5
+    assert [dog.votes(), dog.votes()] == [[0, 0, 750_000], [0, 0, 250_000]]
+
+
 @pytest.mark.parametrize(
     ("steps", "figures"),
     [

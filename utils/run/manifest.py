@@ -72,13 +72,6 @@ def rank(score, loss=None):
     return [-math.inf if value is None or math.isnan(value) else value for value in values]
 
 
-def refuse_links(folder):
-    """Raises UserError if a folder of a checkpoint is a link, or has one or a device in it."""
-    if Path(folder).is_symlink():
-        raise UserError(f"{folder} is refused: it is a link")
-    _sizes(folder)
-
-
 def verify(accelerator, path):
     """Checks every file of a checkpoint against its manifest, which it returns.
 
